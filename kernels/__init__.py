@@ -1,0 +1,1 @@
+"""Kernels of the draft engine; installed as `vllm_ssd.kernels`."""

@@ -1,0 +1,178 @@
+"""What a user can ask of saguaro: every option, its default, its check.
+
+Knows nothing about vLLM: `integration/` turns vLLM's speculative-config mapping into a
+`SaguaroConfig` and hands it to the proposer and to the draft server.
+"""
+
+import dataclasses
+import difflib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+MAX_SPECULATIVE_TOKENS = 32
+FAN_OUT_NAMES = ("geometric", "uniform")
+FALLBACKS = ("auto", "draft", "ngram", "none")
+
+
+@dataclasses.dataclass(frozen=True)
+class SaguaroConfig:
+    """One frozen set of options, checked when it is made.
+
+    Raises `ValueError` naming the option, what is wrong and what would be right.
+    """
+
+    model: str
+    """The draft model: a local folder or a name on the Hugging Face hub."""
+    num_speculative_tokens: int
+    """K: the most drafts a request gets in a round."""
+    revision: str | None = None
+    """Revision of the draft model on the hub."""
+    trust_remote_code: bool = False
+    """Whether the draft may run code from its repository; follows the target's setting."""
+
+    draft_device: str = "auto"
+    """Where the draft runs: "auto", "cuda:1", "cpu:1" or "cpu:2-5" (CPU cores to pin it to)."""
+    draft_dtype: str = "auto"
+    """Weights and KV cache of the draft: "auto", "float32", "bfloat16" or "float16"."""
+    draft_kv_cache_memory_bytes: int | None = None
+    """Size of the draft's KV cache; None takes a share of its device's free memory."""
+    draft_start_timeout: float = 600.0
+    """Seconds to wait for the draft to load before the start is given up."""
+
+    tree_budget: int = 24
+    """Branches the draft may build for a request in a round; fewer when time is short."""
+    fan_out: str | tuple[int, ...] = "geometric"
+    """How branches are spread over the K+1 positions: "geometric", "uniform" or K+1 counts."""
+    saguaro_c: float = 1.0
+    """C of Saguaro sampling, in (0, 1]; 1 is off. No effect on greedy rows."""
+    draft_top_m: int = 64
+    """Sampled drafts are drawn from the m most probable tokens of the draft."""
+
+    fallback: str = "auto"
+    """What a row that missed takes: "draft" (wait), "ngram", "none"; "auto" decides."""
+    fallback_batch_threshold: int | None = None
+    """With "auto": batches of up to this many rows wait for the draft, larger ones take n-grams;
+    None decides each round by the measured gain of waiting."""
+    prompt_lookup_min: int = 3
+    """Shortest n-gram to look up, as for vLLM's `ngram` method."""
+    prompt_lookup_max: int = 5
+    """Longest n-gram to look up, as for vLLM's `ngram` method."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.fan_out, list):
+            object.__setattr__(self, "fan_out", tuple(self.fan_out))
+        for check in _CHECKS:
+            check(self)
+
+    @classmethod
+    def from_mapping(cls, options: Mapping[str, Any]) -> "SaguaroConfig":
+        """Build a config from the user's JSON object (without `method`).
+
+        Raises `ValueError` for an unknown key, a missing one or a bad value.
+        """
+        names = [field.name for field in dataclasses.fields(cls)]
+        for key in options:
+            if key not in names:
+                close = difflib.get_close_matches(key, names, n=1)
+                hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(names)}."
+                raise ValueError(f"speculative_config: unknown key {key!r} for method 'saguaro'; {hint}")
+        for key in ("model", "num_speculative_tokens"):
+            if options.get(key) is None:
+                raise ValueError(f"speculative_config: method 'saguaro' needs {key!r}, for example {_EXAMPLE}.")
+        return cls(**options)
+
+
+_EXAMPLE = '{"method": "saguaro", "model": "Qwen/Qwen3-0.6B", "num_speculative_tokens": 5}'
+
+
+def _refuse(key: str, value: object, right: str) -> None:
+    raise ValueError(f"speculative_config[{key!r}] is {value!r}; it must be {right}.")
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_int(key: str, low: int, high: int | None = None):
+    right = f"a whole number of at least {low}" if high is None else f"a whole number from {low} to {high}"
+
+    def check(config: SaguaroConfig) -> None:
+        value = getattr(config, key)
+        if not _is_int(value) or value < low or (high is not None and value > high):
+            _refuse(key, value, right)
+
+    return check
+
+
+def _check_choice(key: str, choices: Sequence[str]):
+    def check(config: SaguaroConfig) -> None:
+        value = getattr(config, key)
+        if value not in choices:
+            _refuse(key, value, "one of " + ", ".join(repr(choice) for choice in choices))
+
+    return check
+
+
+def _check_model(config: SaguaroConfig) -> None:
+    if not isinstance(config.model, str) or not config.model:
+        _refuse("model", config.model, "the folder or hub name of the draft model")
+
+
+def _check_kv_cache(config: SaguaroConfig) -> None:
+    value = config.draft_kv_cache_memory_bytes
+    if value is not None and (not _is_int(value) or value < 1 << 20):
+        _refuse("draft_kv_cache_memory_bytes", value, "a number of bytes, at least 1048576, or null")
+
+
+def _check_threshold(config: SaguaroConfig) -> None:
+    value = config.fallback_batch_threshold
+    if value is not None and (not _is_int(value) or value < 0):
+        _refuse("fallback_batch_threshold", value, "a whole number of at least 0, or null (measured)")
+
+
+def _check_fan_out(config: SaguaroConfig) -> None:
+    value, positions = config.fan_out, config.num_speculative_tokens + 1
+    if value in FAN_OUT_NAMES:
+        return
+    counts_fit = isinstance(value, tuple) and len(value) == positions
+    if not counts_fit or not all(_is_int(count) and count >= 0 for count in value) or sum(value) == 0:
+        _refuse(
+            "fan_out",
+            list(value) if isinstance(value, tuple) else value,
+            f"'geometric', 'uniform' or a list of {positions} counts (num_speculative_tokens + 1), not all 0",
+        )
+
+
+def _check_saguaro_c(config: SaguaroConfig) -> None:
+    value = config.saguaro_c
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1:
+        _refuse("saguaro_c", value, "a number above 0 and up to 1 (1 is off)")
+
+
+def _check_start_timeout(config: SaguaroConfig) -> None:
+    value = config.draft_start_timeout
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
+        _refuse("draft_start_timeout", value, "a number of seconds above 0")
+
+
+def _check_prompt_lookup(config: SaguaroConfig) -> None:
+    if config.prompt_lookup_min > config.prompt_lookup_max:
+        _refuse("prompt_lookup_min", config.prompt_lookup_min, f"at most prompt_lookup_max={config.prompt_lookup_max}")
+
+
+_CHECKS = (
+    _check_model,
+    _check_int("num_speculative_tokens", 1, MAX_SPECULATIVE_TOKENS),
+    _check_choice("draft_dtype", ("auto", "float32", "bfloat16", "float16")),
+    _check_kv_cache,
+    _check_start_timeout,
+    _check_int("tree_budget", 1, 1024),
+    _check_fan_out,
+    _check_saguaro_c,
+    _check_int("draft_top_m", 1, 1024),
+    _check_choice("fallback", FALLBACKS),
+    _check_threshold,
+    _check_int("prompt_lookup_min", 1),
+    _check_int("prompt_lookup_max", 1),
+    _check_prompt_lookup,
+)

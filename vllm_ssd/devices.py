@@ -1,0 +1,106 @@
+"""Where the draft runs: reads the option `draft_device`, and says which CPU cores the target leaves."""
+
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class DraftDevice:
+    """A torch device, and on a CPU the cores to pin the draft to."""
+
+    name: str  # "cpu" or "cuda:1"
+    cores: tuple[int, ...] = ()
+
+
+def parse_cores(text: str) -> tuple[int, ...]:
+    """"2-5,8" → (2, 3, 4, 5, 8). Raises `ValueError` on anything else."""
+    cores: set[int] = set()
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())
+        if match is None:
+            raise ValueError(f"{part!r} is not a core or a range of cores")
+        first, last = int(match[1]), int(match[2] or match[1])
+        cores.update(range(first, last + 1))
+    return tuple(sorted(cores))
+
+
+def online_cores() -> tuple[int, ...]:
+    """Cores of this machine that a process may be pinned to."""
+    for path in ("/sys/fs/cgroup/cpuset.cpus.effective", "/sys/devices/system/cpu/online"):
+        try:
+            with open(path) as file:
+                return parse_cores(file.read())
+        except (OSError, ValueError):
+            continue
+    return tuple(sorted(os.sched_getaffinity(0)))
+
+
+def read_draft_device(setting: str, platform: str, num_gpus: int) -> DraftDevice | None:
+    """Check `draft_device` and parse it; None for "auto".
+
+    `platform`: what the target runs on, "cpu" or "cuda". Raises `ValueError` naming the option.
+    """
+    if setting == "auto":
+        return None
+    kind, _, index = setting.partition(":")
+    if kind == "cpu" and index:
+        try:
+            cores = parse_cores(index)
+        except ValueError as error:
+            raise _refusal(setting, f"{error}; write for example 'cpu:1' or 'cpu:2-5'") from None
+        missing = sorted(set(cores) - set(online_cores()))
+        if missing:
+            raise _refusal(setting, f"this machine has no core {missing[0]}; it has {_ranges(online_cores())}")
+        return DraftDevice("cpu", cores)
+    if kind == "cuda" and index.isdigit():
+        if platform == "cpu":
+            raise _refusal(setting, "this vLLM is built for CPUs; write 'auto' or for example 'cpu:1'")
+        if int(index) >= num_gpus:
+            raise _refusal(setting, f"{num_gpus} GPUs are visible, the last is 'cuda:{num_gpus - 1}'")
+        return DraftDevice(setting)
+    raise _refusal(setting, "it must be 'auto', 'cuda:N' or 'cpu:CORES', for example 'cuda:1' or 'cpu:2-5'")
+
+
+def choose_gpu(num_gpus: int, num_target_gpus: int) -> DraftDevice:
+    """The first GPU that the target leaves. Raises `ValueError` if there is none."""
+    if num_gpus <= num_target_gpus:
+        raise _refusal(
+            "auto",
+            f"the target takes {num_target_gpus} of {num_gpus} visible GPUs and leaves none for the draft; "
+            "show vLLM one more GPU or set draft_device to one it may share",
+        )
+    return DraftDevice(f"cuda:{num_target_gpus}")
+
+
+def choose_cores(bind: str, own_affinity: Iterable[int]) -> DraftDevice:
+    """The cores that the target leaves.
+
+    `bind`: VLLM_CPU_OMP_THREADS_BIND ("auto", "nobind" or core lists by rank, "0-3|4-7");
+    `own_affinity`: cores that the target's process may run on. Raises `ValueError` if none is left.
+    """
+    online = online_cores()
+    if bind not in ("auto", "nobind", ""):
+        taken = {core for part in bind.split("|") for core in parse_cores(part)}
+    elif set(own_affinity) != set(online):
+        taken = set(own_affinity)
+    else:
+        taken = set(online[:-1])  # vLLM's own choice leaves its last core to the scheduler
+    left = tuple(core for core in online if core not in taken)
+    if not left:
+        raise _refusal(
+            "auto",
+            f"the target takes all cores ({_ranges(online)}); leave some to the draft, for example with "
+            f"VLLM_CPU_OMP_THREADS_BIND={_ranges(online[:-1]) or '0'}",
+        )
+    return DraftDevice("cpu", left)
+
+
+def _ranges(cores: Iterable[int]) -> str:
+    cores = sorted(cores)
+    return "" if not cores else f"{cores[0]}-{cores[-1]}" if len(cores) > 1 else str(cores[0])
+
+
+def _refusal(setting: str, reason: str) -> ValueError:
+    return ValueError(f"speculative_config['draft_device'] is {setting!r}: {reason}.")

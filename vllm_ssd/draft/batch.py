@@ -1,0 +1,69 @@
+"""One forward of the draft: a flat batch of tokens of several sequences."""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+
+@dataclass
+class Group:
+    """The tokens of one sequence in a forward, and what each may attend to."""
+
+    token_ids: list[int]  # [n]
+    positions: np.ndarray  # [n] int64
+    slots: np.ndarray  # [n] int64, where their KV goes
+    columns: np.ndarray  # [S] int64 slots, those of the n tokens included
+    mask: np.ndarray  # [n, S] bool, True: attend
+
+
+@dataclass
+class FlatBatch:
+    """The tensors of one forward, on the model's device; T tokens, B groups."""
+
+    token_ids: torch.Tensor  # [T] int64
+    positions: torch.Tensor  # [T] int64
+    slots: torch.Tensor  # [T] int64
+    columns: torch.Tensor  # [B, S] int64 slots, padded with slot 0
+    mask: torch.Tensor  # [B, N, S] bool; padded rows attend to column 0
+    padded_rows: torch.Tensor | None  # [T] int64: token -> b * N + n; None for one group
+    logit_rows: torch.Tensor | None  # [R] int64: tokens whose logits are wanted; None: all
+
+
+def flatten(groups: Seq[Group], device: torch.device, logit_rows: np.ndarray | None = None) -> FlatBatch:
+    """Join groups into one batch."""
+    token_ids = np.concatenate([np.asarray(g.token_ids, dtype=np.int64) for g in groups])
+    columns, mask, padded_rows = _single(groups[0]) if len(groups) == 1 else _padded(groups)
+
+    def send(array: np.ndarray | None) -> torch.Tensor | None:
+        return None if array is None else torch.from_numpy(array).to(device, non_blocking=True)
+
+    return FlatBatch(
+        token_ids=send(token_ids),
+        positions=send(np.concatenate([g.positions for g in groups])),
+        slots=send(np.concatenate([g.slots for g in groups])),
+        columns=send(columns),
+        mask=send(mask),
+        padded_rows=send(padded_rows),
+        logit_rows=send(logit_rows),
+    )
+
+
+def _single(group: Group) -> tuple[np.ndarray, np.ndarray, None]:
+    return group.columns[None], group.mask[None], None
+
+
+def _padded(groups: Seq[Group]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    rows = max(len(g.token_ids) for g in groups)
+    width = max(len(g.columns) for g in groups)
+    columns = np.zeros((len(groups), width), dtype=np.int64)
+    mask = np.zeros((len(groups), rows, width), dtype=bool)
+    padded_rows = []
+    for b, group in enumerate(groups):
+        count, size = group.mask.shape
+        columns[b, :size] = group.columns
+        mask[b, :count, :size] = group.mask
+        mask[b, count:, 0] = True  # a row that attends to nothing would be NaN
+        padded_rows.append(np.arange(b * rows, b * rows + count))
+    return columns, mask, np.concatenate(padded_rows)

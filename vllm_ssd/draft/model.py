@@ -1,0 +1,93 @@
+"""The draft model: weights from `transformers`, KV in a pool of slots.
+
+Llama-shaped models on a CPU take a light forward (`light_decoder.py`); any other decoder runs as
+`transformers` wrote it, with our attention in it (`pool_attention.py`).
+"""
+
+import logging
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+
+from vllm_ssd.config import SaguaroConfig
+from vllm_ssd.draft import light_decoder, pool_attention
+from vllm_ssd.draft.batch import FlatBatch, Group, flatten
+
+logger = logging.getLogger("vllm_ssd.draft")
+
+_FREE_MEMORY_SHARE = {"cpu": 0.1, "cuda": 0.85}
+_WARM_UP_TOKENS = (1, 8)
+
+
+class DraftModel:
+    """Runs flat batches over the slot pool."""
+
+    def __init__(self, config: SaguaroConfig, device: torch.device, vocab_size: int) -> None:
+        """Load the weights. `vocab_size`: token ids from here on are padding."""
+        self.device = device
+        self.vocab_size = vocab_size
+        model = AutoModelForCausalLM.from_pretrained(
+            config.model,
+            revision=config.revision,
+            trust_remote_code=config.trust_remote_code,
+            dtype=_dtype(config.draft_dtype, device),
+            attn_implementation=pool_attention.NAME,
+        )
+        model.to(device).eval()
+        text_config = model.config.get_text_config()
+        self.dtype = model.dtype
+        self.max_length: int = text_config.max_position_embeddings
+        self._num_layers: int = text_config.num_hidden_layers
+        self._num_kv_heads: int = getattr(text_config, "num_key_value_heads", None) or text_config.num_attention_heads
+        self._head_dim: int = (
+            getattr(text_config, "head_dim", None) or text_config.hidden_size // text_config.num_attention_heads
+        )
+        self._decoder = light_decoder.try_build(model) or pool_attention.PoolDecoder(model)
+        self._pools: list[torch.Tensor] = []
+        logger.info("draft forward: %s", type(self._decoder).__name__)
+
+    def allocate_kv_cache(self, memory_bytes: int | None, most_useful: int) -> int:
+        """Make the pools; returns the number of slots.
+
+        `memory_bytes` None takes a share of the free memory, but no more than `most_useful` slots.
+        Raises `ValueError` if not even one slot fits.
+        """
+        slot_bytes = 2 * self._num_layers * self._num_kv_heads * self._head_dim * self.dtype.itemsize
+        if memory_bytes is None:
+            memory_bytes = int(_FREE_MEMORY_SHARE[self.device.type] * _free_memory(self.device))
+            memory_bytes = min(memory_bytes, most_useful * slot_bytes)
+        num_slots = memory_bytes // slot_bytes
+        if num_slots < 1:
+            raise ValueError(f"draft_kv_cache_memory_bytes={memory_bytes} does not hold one token ({slot_bytes} bytes)")
+        # [keys of all KV heads, then values], slot, head size: one gather yields both.
+        shape = (2 * self._num_kv_heads, num_slots, self._head_dim)
+        self._pools = [torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in range(self._num_layers)]
+        return num_slots
+
+    def warm_up(self) -> None:
+        """Run a few forwards, so that the first real one finds libraries and caches ready."""
+        num_slots = self._pools[0].shape[1]
+        for count in _WARM_UP_TOKENS:
+            slots = np.arange(min(count, num_slots))
+            group = Group([0] * len(slots), slots, slots, slots, np.tri(len(slots), dtype=bool))
+            with torch.inference_mode():
+                self.forward(flatten([group], self.device))
+
+    def forward(self, batch: FlatBatch) -> torch.Tensor:
+        """Write the tokens' KV to their slots; returns logits of the wanted rows, [R, padded vocabulary]."""
+        return self._decoder.forward(batch, self._pools)
+
+
+def _dtype(setting: str, device: torch.device) -> torch.dtype | str:
+    if setting != "auto":
+        return getattr(torch, setting)
+    return torch.float32 if device.type == "cpu" else "auto"
+
+
+def _free_memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    with open("/proc/meminfo") as file:
+        fields = dict(line.split(":") for line in file)
+    return int(fields["MemAvailable"].split()[0]) * 1024

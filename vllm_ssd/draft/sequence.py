@@ -1,0 +1,128 @@
+"""What the draft knows of one request: its tokens, their KV slots, and where the tree stands."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from vllm_ssd.draft.kv_cache import SlotList, SlotPool
+
+
+@dataclass
+class Candidates:
+    """The most probable next tokens after one token, best first."""
+
+    token_ids: np.ndarray  # [m] int64
+    logits: np.ndarray  # [m] float32
+
+
+@dataclass
+class Branch:
+    """A bet: the verification stops after `offset` drafts and emits the first of `tokens`."""
+
+    offset: int
+    tokens: list[int]
+    slots: list[int] = field(default_factory=list)  # one for each token but the last
+    candidates: list[Candidates] = field(default_factory=list)  # after each token that has a slot
+
+
+class Sequence:
+    """Tokens, slots and branches of one request.
+
+    `tokens` are committed; `trunk` are the drafts in flight. Slots exist for a prefix of
+    tokens + trunk. `candidates[j]` are the next tokens after the committed ones and
+    `trunk[:j]`, for as many j as were computed.
+    """
+
+    def __init__(self, seq_id: int, tokens: list[int], temperature: float, top_k: int, top_p: float, pool: SlotPool):
+        self.seq_id = seq_id
+        self.tokens = tokens
+        self.trunk: list[int] = []
+        self.slots = SlotList(pool)
+        self.candidates: list[Candidates] = []
+        self.branches: list[Branch] = []
+        self.wanted = 0  # JIT drafts still to build before the tree
+        self.fork_due = False
+        self.steps_left = 0  # tree steps until the branches are full
+        self.temperature = temperature
+        self.top_k = top_k
+        self.top_p = top_p
+        self.last_round = -1
+        self._pool = pool
+
+    @property
+    def samples(self) -> bool:
+        """Whether drafts are drawn (or taken by argmax)."""
+        return self.temperature > 0
+
+    @property
+    def pending(self) -> list[int]:
+        """Tokens without KV: to be prefilled or glued."""
+        known = len(self.slots)
+        if known >= len(self.tokens):
+            return self.trunk[known - len(self.tokens) :]
+        return self.tokens[known:] + self.trunk
+
+    def drop_branches(self) -> None:
+        """Give up what was built below the trunk."""
+        for branch in self.branches:
+            self._pool.give_back(np.asarray(branch.slots, dtype=np.int64))
+        self.branches = []
+        self.steps_left = 0
+        self.fork_due = False
+
+    def drop_kv(self) -> None:
+        """Give all slots back; the sequence is prefilled anew when it is needed."""
+        self.drop_branches()
+        self.slots.cut(0)
+        self.candidates = []
+
+    def advance(self, emitted: list[int], drafts: list[int]) -> None:
+        """Take an outcome: commit `emitted`, keep what it left standing, go on with `drafts`."""
+        accepted = _common_prefix(emitted, self.trunk)
+        kept_trunk = self.trunk[accepted:] if accepted == len(emitted) else []
+        won = None
+        if len(emitted) == accepted + 1:
+            won = self._pick(accepted, emitted[accepted])
+        base = len(self.tokens)
+        self.tokens.extend(emitted)
+        if accepted == len(emitted):
+            # The walk ended inside the trunk: the target verified fewer drafts than we knew of.
+            self.candidates = self.candidates[accepted:]
+            self.drop_branches()
+        else:
+            self.slots.cut(base + accepted)
+            self.candidates = []
+            if won is not None:
+                self.branches.remove(won)
+                self._adopt(won, base + accepted)
+                kept_trunk = won.tokens[1:]
+            self.drop_branches()
+        kept = _common_prefix(drafts, kept_trunk)
+        self.trunk = list(drafts)
+        self.slots.cut(len(self.tokens) + kept)
+        del self.candidates[kept + 1 :]
+        self._forget_dangling_candidates()
+
+    def _pick(self, offset: int, token_id: int) -> Branch | None:
+        return next((b for b in self.branches if b.offset == offset and b.tokens[0] == token_id), None)
+
+    def _adopt(self, won: Branch, length: int) -> None:
+        if len(self.slots) != length:  # the trunk itself was not computed: the tail does not join
+            self._pool.give_back(np.asarray(won.slots, dtype=np.int64))
+            return
+        self.slots.extend(np.asarray(won.slots, dtype=np.int64))
+        self.candidates = won.candidates
+
+    def _forget_dangling_candidates(self) -> None:
+        """Candidates of row j need KV of the committed tokens and trunk[:j]."""
+        rows = len(self.slots) - len(self.tokens) + 1
+        del self.candidates[max(rows, 0) :]
+
+
+def _common_prefix(a: list[int], b: list[int]) -> int:
+    count = 0
+    for x, y in zip(a, b):
+        if x != y:
+            break
+        count += 1
+    return count

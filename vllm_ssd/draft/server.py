@@ -1,0 +1,138 @@
+"""The draft process: `python -m vllm_ssd.draft.server`, started by `launcher.py`.
+
+Reads its settings as one JSON line from standard input, which then stays open: when it ends,
+the target is gone and so is this process. Standard output is not used.
+"""
+
+import contextlib
+import ctypes
+import dataclasses
+import json
+import logging
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+
+import msgspec
+
+from vllm_ssd.config import SaguaroConfig
+from vllm_ssd.messages import PROTOCOL_VERSION, Failed, Idle, Ready, Round, decode_to_draft, encode
+from vllm_ssd.transport import Channel
+
+logger = logging.getLogger("vllm_ssd.draft")
+
+_IDLE_SIGN_SECONDS = 0.5
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerSettings:
+    """What the launcher tells the process."""
+
+    config: dict  # fields of SaguaroConfig
+    address: str
+    directory: str  # of the socket; removed if the target dies
+    device: str  # "cpu" or "cuda:1"
+    cores: list[int]  # CPU cores to run on; empty: any
+    vocab_size: int  # of the tokenizer: ids from here on are padding
+    max_num_seqs: int
+    max_model_len: int
+    parent: int  # process id
+
+
+def main() -> int:
+    """Run until the target goes; returns the exit status."""
+    settings = ServerSettings(**json.loads(sys.stdin.readline()))
+    _end_with_parent(settings)
+    logging.basicConfig(level=os.environ.get("VLLM_LOGGING_LEVEL", "INFO").upper(), format="(saguaro draft) %(message)s")
+    channel = Channel(settings.address, bind=False)
+    try:
+        engine = _load(settings, channel)
+        _serve(channel, engine)
+        return 0
+    except Exception as error:  # the target must hear of it, whatever it is
+        logger.exception("the draft server fails")
+        channel.send(encode(Failed(f"{type(error).__name__}: {error}")))
+        return 1
+    finally:
+        channel.flush_and_close()
+
+
+def _end_with_parent(settings: ServerSettings) -> None:
+    """Die when the target does, even while stopped (SIGSTOP) or inside a long forward."""
+    with contextlib.suppress(OSError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != settings.parent:
+        os._exit(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the target's to handle
+
+    def watch() -> None:
+        while os.getppid() == settings.parent and os.read(0, 4096):
+            pass
+        shutil.rmtree(settings.directory, ignore_errors=True)
+        os._exit(0)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _load(settings: ServerSettings, channel: Channel):
+    """Pin the process, load the model, say that it is ready."""
+    if settings.cores:
+        os.sched_setaffinity(0, settings.cores)
+    import torch
+
+    from vllm_ssd.draft.engine import DraftEngine
+    from vllm_ssd.draft.model import DraftModel
+
+    if settings.cores:
+        torch.set_num_threads(len(settings.cores))
+    config = SaguaroConfig(**settings.config)
+    model = DraftModel(config, torch.device(settings.device), settings.vocab_size)
+    most_useful = settings.max_num_seqs * (
+        settings.max_model_len + (config.tree_budget + 1) * (config.num_speculative_tokens + 1)
+    )
+    num_slots = model.allocate_kv_cache(config.draft_kv_cache_memory_bytes, most_useful)
+    model.warm_up()
+    engine = DraftEngine(model, config, num_slots)
+    dtype = str(model.dtype).removeprefix("torch.")
+    channel.send(encode(Ready(PROTOCOL_VERSION, num_slots, model.max_length, settings.device, dtype)))
+    return engine
+
+
+def _serve(channel: Channel, engine) -> None:
+    """The loop: take in what came, do one step, push what it built."""
+    busy = False
+    round_id = -1
+    last_sign = time.monotonic()
+    while True:
+        data = channel.receive(0.0 if busy else _IDLE_SIGN_SECONDS)
+        while data is not None:
+            message = _decode(data)
+            if message.closing:
+                return
+            engine.begin_round(message)
+            round_id = message.round_id
+            data = channel.receive()
+        busy = engine.step()
+        push = engine.take_push()
+        if push is None and time.monotonic() - last_sign > _IDLE_SIGN_SECONDS:
+            push = Idle(round_id)
+        if push is not None:
+            last_sign = time.monotonic()
+            channel.send(encode(push))
+
+
+def _decode(data: bytes) -> Round:
+    try:
+        return decode_to_draft(data)
+    except msgspec.MsgspecError as error:
+        raise ValueError(f"the target sent what this version cannot read: {error}") from error
+
+
+if __name__ == "__main__":
+    status = main()
+    logging.shutdown()
+    os._exit(status)  # worker threads of torch must not hold the process back

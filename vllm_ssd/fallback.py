@@ -1,0 +1,71 @@
+"""What a row takes that missed: it waits for the draft (JIT), takes n-grams, or nothing.
+
+The rule of the paper at any batch size (arXiv 2603.03251; its b* is this rule at equilibrium):
+wait for m drafts if (N_hit + N_jit(m)) / (T_v + T_jit(m)) is more than without waiting, N being
+the expected tokens of the whole batch this round; every quantity is measured while running.
+"""
+
+from collections.abc import Sequence
+
+from vllm_ssd.config import SaguaroConfig
+from vllm_ssd.depth import DepthControl
+from vllm_ssd.statistics import LinearTime
+
+_PROBE_EVERY = 32  # decisions between trials of waiting, to notice when it pays again
+_UNKNOWN_PATIENCE = 1.0  # seconds to wait while nothing was measured
+_PATIENCE = 4.0  # times the expected wait
+
+
+class FallbackRule:
+    """Decides, round by round, for the rows that missed."""
+
+    def __init__(self, config: SaguaroConfig, depth: DepthControl) -> None:
+        self._setting = config.fallback
+        self._threshold = config.fallback_batch_threshold
+        self._depth = depth
+        self._wait_time = LinearTime()  # by number of drafts waited for
+        self._ngram_tokens = 1.0  # tokens a row emits after n-grams were looked up
+        self._decisions = 0
+
+    def observe_wait(self, num_drafts: int, seconds: float) -> None:
+        """Waiting for `num_drafts` drafts took `seconds`."""
+        self._wait_time.observe(num_drafts, seconds)
+
+    def observe_ngrams(self, num_emitted: int) -> None:
+        """A row that took n-grams, or found none, emitted so many tokens."""
+        self._ngram_tokens += 0.05 * (num_emitted - self._ngram_tokens)
+
+    def takes_ngrams(self) -> bool:
+        """Whether rows that do not wait look up n-grams; so do rows whose draft is down."""
+        return self._setting != "none"
+
+    def patience(self, num_drafts: int) -> float:
+        """Seconds after which a step stops waiting for `num_drafts` drafts."""
+        return _PATIENCE * self._wait_time.seconds(num_drafts) if self._wait_time.known else _UNKNOWN_PATIENCE
+
+    def drafts_to_wait_for(self, hits: Sequence[int], misses: int, depth: int) -> int:
+        """m, 0 for not waiting. `hits`: drafts of each row that hit; `misses`: rows that could wait."""
+        if misses == 0 or self._setting in ("ngram", "none"):
+            return 0
+        if self._setting == "draft":
+            return depth
+        if self._threshold is not None:
+            return depth if len(hits) + misses <= self._threshold else 0
+        self._decisions += 1
+        if not self._wait_time.known or self._decisions % _PROBE_EVERY == 0:
+            return depth
+        return max(range(depth, -1, -1), key=lambda m: self._rate(hits, misses, m))
+
+    def _rate(self, hits: Sequence[int], misses: int, wanted: int) -> float:
+        """Expected tokens per second of the batch if the misses wait for `wanted` drafts."""
+        tokens_hit = sum(self._depth.expected_tokens(count) for count in hits)
+        if wanted == 0:
+            load, tokens, waited = 1.0, self._ngram_tokens, 0.0
+        else:
+            load, tokens = 1.0 + wanted, self._depth.expected_tokens(wanted)
+            waited = self._wait_time.seconds(wanted)
+        num_tokens = sum(hits) + len(hits) + misses * load
+        verify = self._depth.verify_seconds_of(num_tokens)
+        if verify == 0.0:
+            return float(wanted)  # nothing measured yet: wait
+        return (tokens_hit + misses * tokens) / (verify + waited)

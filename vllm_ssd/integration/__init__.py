@@ -1,0 +1,1 @@
+"""All contact with vLLM. `hooks.py` lists what is touched, and why."""

@@ -1,0 +1,206 @@
+"""What vLLM's runner knows as its drafter: one in each rank, made and loaded by vLLM.
+
+Rank 0 has the draft process and decides; the other ranks only need the laws that sampled
+drafts were drawn from, so that all verify alike.
+"""
+
+import os
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from vllm import envs
+from vllm.distributed.parallel_state import get_tp_group
+from vllm.platforms import current_platform
+from vllm.v1.spec_decode.ngram_proposer import NgramProposer
+
+from vllm_ssd import devices
+from vllm_ssd.draft.launcher import DraftProcess
+from vllm_ssd.metrics import PeriodicLog
+from vllm_ssd.proposer import DraftSampling, Proposal, Proposer, Row
+
+
+class SaguaroDrafter:
+    """Joins the runner's batch and the proposer."""
+
+    def __init__(self, vllm_config: Any) -> None:
+        spec = vllm_config.speculative_config
+        self._config = spec.saguaro
+        self._max_model_len = vllm_config.model_config.max_model_len
+        self._group = get_tp_group()
+        self._offered: dict[str, Proposal] = {}
+        self._scheduled: dict[str, list[int]] = {}
+        self._sampling: dict[str, DraftSampling] = {}
+        self._step_began = 0.0
+        self._decode_tokens = 0  # tokens of this step if all its rows decode, else 0
+        self._proposer: Proposer | None = None
+        if self._group.rank_in_group == 0:
+            self._start(vllm_config, spec.real_vocab_size)
+
+    def _start(self, vllm_config: Any, real_vocab_size: int) -> None:
+        self._draft = DraftProcess(
+            self._config,
+            _draft_device(self._config.draft_device, vllm_config.parallel_config.world_size),
+            vocab_size=real_vocab_size,
+            max_num_seqs=vllm_config.scheduler_config.max_num_seqs,
+            max_model_len=self._max_model_len,
+        )
+        self._draft.start()  # loads while the target does
+        self._proposer = Proposer(self._config, self._draft)
+        self._ngrams = NgramProposer(vllm_config)
+        self._log = PeriodicLog()
+
+    def load_model(self, *_args: Any, **_kwargs: Any) -> None:
+        """Wait for the draft; vLLM calls this after it loaded the target."""
+        if self._proposer is not None:
+            self._draft.wait_until_ready(self._config.draft_start_timeout)
+
+    def propose(self, *_args: Any, **_kwargs: Any) -> list[list[int]]:
+        """Part of vLLM's drafter interface, which lacks request ids: the runner calls `draft`."""
+        raise RuntimeError("saguaro drafts through SaguaroRunner.propose_draft_token_ids")
+
+    def close(self) -> None:
+        """End the draft process."""
+        if self._proposer is not None:
+            self._draft.close()
+
+    def stats(self) -> dict[str, float | bool] | None:
+        """Totals; None on ranks without the draft."""
+        return None if self._proposer is None else self._proposer.stats()
+
+    # ---- a step ----
+
+    def begin_step(self, scheduler_output: Any) -> None:
+        """Before the target's forward: new prompts go to the draft, finished requests are freed."""
+        self._step_began = time.perf_counter()
+        self._scheduled = scheduler_output.scheduled_spec_decode_tokens
+        num_scheduled = scheduler_output.num_scheduled_tokens
+        decodes = not scheduler_output.scheduled_new_reqs and all(
+            count == 1 + len(self._scheduled.get(req_id, ())) for req_id, count in num_scheduled.items()
+        )
+        self._decode_tokens = scheduler_output.total_num_scheduled_tokens if decodes else 0
+        for req_id in scheduler_output.finished_req_ids:
+            self._offered.pop(req_id, None)
+            self._sampling.pop(req_id, None)
+        for request in scheduler_output.scheduled_new_reqs:
+            self._sampling[request.req_id] = draft_sampling(request.sampling_params)
+        if self._proposer is None:
+            return
+        self._proposer.finish(scheduler_output.finished_req_ids)
+        for request in scheduler_output.scheduled_new_reqs:
+            if request.prompt_token_ids and request.prompt_embeds is None and request.sampling_params is not None:
+                self._proposer.start(request.req_id, request.prompt_token_ids, self._sampling[request.req_id])
+        self._proposer.send_news()
+
+    def draft(self, batch: Any, requests: dict[str, Any], emitted: Sequence[list[int]], most: int) -> list[list[int]]:
+        """Drafts for each row of the batch, ragged. `emitted`: tokens of each row, empty if it is not done.
+
+        On ranks other than 0 the lists are empty: only rank 0's reach the scheduler.
+        """
+        proposals = {}
+        if self._proposer is not None:
+            proposals = self._propose(batch, requests, emitted, most)
+        if self._group.world_size > 1 and not batch.sampling_metadata.all_greedy:
+            proposals = self._group.broadcast_object(proposals, src=0)
+        self._offered = proposals
+        if self._proposer is None:
+            return [[] for _ in batch.req_ids]
+        return [proposals[req_id].token_ids if req_id in proposals else [] for req_id in batch.req_ids]
+
+    def _propose(self, batch: Any, requests: dict[str, Any], emitted: Sequence[list[int]], most: int) -> dict[str, Proposal]:
+        if self._decode_tokens:
+            self._proposer.observe_verify(self._decode_tokens, time.perf_counter() - self._step_began)
+        places = [i for i in range(len(batch.req_ids)) if emitted[i]]
+        rows = [self._row(batch, requests, i, emitted[i], most) for i in places]
+
+        def ngrams(wanted: Sequence[int]) -> dict[int, list[int]]:
+            chosen = {places[row] for row in wanted}
+            lookups = [emitted[i] if i in chosen else [] for i in range(len(batch.req_ids))]
+            found = self._ngrams.propose(most, lookups, batch.num_tokens_no_spec, batch.token_ids_cpu)
+            return {row: found[places[row]] for row in wanted}
+
+        proposals = self._proposer.propose(rows, ngrams)
+        self._log(self._proposer.totals)
+        return {row.req_id: proposal for row, proposal in zip(rows, proposals)}
+
+    def _row(self, batch: Any, requests: dict[str, Any], place: int, emitted: list[int], most: int) -> Row:
+        req_id = batch.req_ids[place]
+        length = int(batch.num_tokens_no_spec[place])
+        request = requests[req_id]
+        params = request.sampling_params
+        limit = min(most, self._max_model_len - length - 1)
+        if params is not None and params.max_tokens is not None:
+            limit = min(limit, params.max_tokens - len(request.output_token_ids) - 1)
+        if request.prompt_token_ids is None:
+            limit = 0  # prompt embeddings: there are no tokens to draft or look up from
+        return Row(
+            req_id,
+            length,
+            emitted,
+            len(self._scheduled.get(req_id, ())),
+            max(limit, 0),
+            history=lambda: batch.token_ids_cpu[place, :length],
+        )
+
+    # ---- verification ----
+
+    def draft_probs(self, req_ids: Sequence[str], num_drafts: Sequence[int], vocab_size: int, device) -> torch.Tensor | None:
+        """q of the scheduled drafts: [sum(num_drafts), vocab_size] float32; None if all are one-hot.
+
+        A draft without a law, or other than the one offered, is verified one-hot, which is exact
+        for a token chosen in any way that does not look at the target's random numbers.
+        """
+        rows, columns, probs, sampled = [], [], [], False
+        row = 0
+        for req_id, count in zip(req_ids, num_drafts):
+            if not count:
+                continue
+            scheduled = self._scheduled[req_id][:count]
+            offer = self._offered.get(req_id)
+            known = offer is not None and offer.token_ids[:count] == list(scheduled)
+            for i, token_id in enumerate(scheduled):
+                law = offer.laws[i] if known else None
+                if law is None:
+                    rows.append(np.array([row]))
+                    columns.append(np.array([token_id]))
+                    probs.append(np.ones(1, dtype=np.float32))
+                else:
+                    sampled = True
+                    rows.append(np.full(len(law.token_ids), row))
+                    columns.append(law.token_ids)
+                    probs.append(law.probs)
+                row += 1
+        if not sampled:
+            return None
+        index = (_tensor(rows, np.int64, device), _tensor(columns, np.int64, device))
+        dense = torch.zeros((row, vocab_size), dtype=torch.float32, device=device)
+        dense[index] = _tensor(probs, np.float32, device)
+        return dense
+
+
+def draft_sampling(params: Any) -> DraftSampling:
+    """How the drafts of a request with these `SamplingParams` are chosen.
+
+    Greedy rows, rows with a seed (verified one-hot, see `rejection_sampler`) and rows with a
+    grammar (vLLM cuts drafts that it refuses, which would change a sampled draft's law) take
+    argmax drafts.
+    """
+    if params is None or params.temperature < 1e-5 or params.seed is not None or params.structured_outputs is not None:
+        return DraftSampling()
+    top_k = params.top_k if params.top_k and params.top_k > 0 else 0
+    return DraftSampling(params.temperature, top_k, params.top_p)
+
+
+def _draft_device(setting: str, num_target_devices: int) -> devices.DraftDevice:
+    if current_platform.is_cpu():
+        chosen = devices.read_draft_device(setting, "cpu", 0)
+        return chosen or devices.choose_cores(envs.VLLM_CPU_OMP_THREADS_BIND, os.sched_getaffinity(0))
+    num_gpus = torch.cuda.device_count()
+    chosen = devices.read_draft_device(setting, "cuda", num_gpus)
+    return chosen or devices.choose_gpu(num_gpus, num_target_devices)
+
+
+def _tensor(parts: list[np.ndarray], dtype: type, device) -> torch.Tensor:
+    return torch.from_numpy(np.concatenate(parts).astype(dtype)).to(device, non_blocking=True)

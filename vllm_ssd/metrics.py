@@ -1,0 +1,99 @@
+"""What a user may ask for: totals since the start, and a line in the log.
+
+Everything is a total, so that rates can be formed over any span.
+"""
+
+import dataclasses
+import logging
+import time
+
+logger = logging.getLogger("vllm.saguaro")
+
+_LOG_EVERY = 10.0  # seconds, as vLLM's own statistics
+
+
+@dataclasses.dataclass
+class Totals:
+    """Counts and seconds since the engine started."""
+
+    rounds: int = 0
+    """Steps of the target after which drafts were handed out."""
+    verified_rows: int = 0
+    """Rows summed over rounds."""
+    lookups: int = 0
+    """Rows that looked for drafts in their tree: hits + part_hits + misses."""
+    hits: int = 0
+    """The tree held all the drafts the row could take."""
+    part_hits: int = 0
+    """The tree held some of them."""
+    misses: int = 0
+    """The tree held none."""
+    late_rounds: int = 0
+    """Rounds in which a row's outcome was foreseen but its drafts were not all built in time."""
+    fallback_draft: int = 0
+    """Misses that waited for the draft (JIT)."""
+    fallback_ngram: int = 0
+    """Misses that took n-grams."""
+    fallback_none: int = 0
+    """Misses that went on without drafts."""
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    emitted_tokens: int = 0
+    branches: int = 0
+    """Branches that the draft began."""
+    select_seconds: float = 0.0
+    """From emitted tokens to drafts handed over, without waiting."""
+    wait_seconds: float = 0.0
+    """The target waiting for the draft."""
+    verify_seconds: float = 0.0
+    """Forward and sampling of the target, decoding steps only."""
+    draft_seconds: float = 0.0
+    """The draft at work, hidden behind the target or not."""
+    draft_kv_usage: float = 0.0
+    """Share of the draft's KV slots in use, the latest."""
+
+    _draft_seconds_seen = 0.0
+
+    def observe_draft(self, busy_seconds: float, kv_usage: float) -> None:
+        """The draft's own total of busy seconds, which begins anew when it is restarted."""
+        if busy_seconds < self._draft_seconds_seen:
+            self._draft_seconds_seen = 0.0
+        self.draft_seconds += busy_seconds - self._draft_seconds_seen
+        self._draft_seconds_seen = busy_seconds
+        self.draft_kv_usage = kv_usage
+
+    def as_dict(self) -> dict[str, float]:
+        """Name → total."""
+        return dataclasses.asdict(self)
+
+
+class PeriodicLog:
+    """One line every few seconds while there is work."""
+
+    def __init__(self) -> None:
+        self._before: dict[str, float] = {}
+        self._logged_at = time.monotonic()
+
+    def __call__(self, totals: Totals) -> None:
+        """Log what changed, if it is time to."""
+        now = time.monotonic()
+        if now - self._logged_at < _LOG_EVERY:
+            return
+        now_totals = totals.as_dict()
+        delta = {key: value - self._before.get(key, 0) for key, value in now_totals.items()}
+        self._before, self._logged_at = now_totals, now
+        if delta["rounds"]:
+            logger.info("%s", describe(delta))
+
+
+def describe(totals: dict[str, float]) -> str:
+    """A line of figures from totals (or differences of totals)."""
+    lookups, rounds = max(totals["lookups"], 1), max(totals["rounds"], 1)
+    return (
+        f"Saguaro: hit rate {totals['hits'] / lookups:.1%} (part hits {totals['part_hits'] / lookups:.1%}), "
+        f"acceptance length {totals['emitted_tokens'] / max(totals['verified_rows'], 1):.2f}, "
+        f"fallbacks draft {totals['fallback_draft']:.0f} n-gram {totals['fallback_ngram']:.0f} "
+        f"none {totals['fallback_none']:.0f}, per round: verify {1e3 * totals['verify_seconds'] / rounds:.1f} ms, "
+        f"select {1e3 * totals['select_seconds'] / rounds:.2f} ms, wait {1e3 * totals['wait_seconds'] / rounds:.2f} ms, "
+        f"draft {1e3 * totals['draft_seconds'] / rounds:.1f} ms"
+    )

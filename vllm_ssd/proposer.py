@@ -1,0 +1,294 @@
+"""The target side of a round: walk the tree, fall back where it missed, tell the draft.
+
+Knows nothing about vLLM: rows come in as `Row`, drafts go out as `Proposal`. Runs on rank 0
+of the target only.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from vllm_ssd.config import SaguaroConfig
+from vllm_ssd.depth import DepthControl
+from vllm_ssd.draft.launcher import DraftProcess, State
+from vllm_ssd.fallback import FallbackRule
+from vllm_ssd.messages import Branches, Outcome, Push, Round, Start, pack_tokens, unpack_law
+from vllm_ssd.metrics import Totals
+from vllm_ssd.tree import SpeculationTree, TokenLaw
+
+logger = logging.getLogger("vllm.saguaro")
+
+_LONGEST_WAIT = 1.0  # seconds a step may wait for JIT drafts, whatever was expected
+
+
+@dataclass(frozen=True)
+class DraftSampling:
+    """How the drafts of a request are chosen."""
+
+    temperature: float = 0.0  # 0: argmax, verified one-hot
+    top_k: int = 0  # 0 is off
+    top_p: float = 1.0  # 1 is off
+
+
+@dataclass(frozen=True)
+class Row:
+    """A request in the batch, after a verification."""
+
+    req_id: str
+    length: int  # committed tokens, the emitted ones included
+    emitted: list[int]
+    num_verified: int  # drafts that this verification looked at
+    limit: int  # drafts it may take next
+    history: Callable[[], np.ndarray]  # [length] int32 token ids
+
+
+@dataclass
+class Proposal:
+    """The drafts of one row."""
+
+    token_ids: list[int] = field(default_factory=list)
+    laws: list[TokenLaw | None] = field(default_factory=list)  # None: verified one-hot
+    late: bool = False  # the outcome was foreseen, but its drafts were not all built in time
+
+
+@dataclass
+class _Request:
+    """A request the draft works for."""
+
+    seq_id: int
+    sampling: DraftSampling
+    tree: SpeculationTree
+    known_to: int  # incarnation of the draft that has its tokens; 0: none
+    has_ngrams: bool = False  # it missed last time and did not wait
+
+
+NgramProposer = Callable[[Sequence[int]], dict[int, list[int]]]
+"""Rows (by place in the batch) → their n-gram drafts, already cut to the row's limit."""
+
+
+class Proposer:
+    """Hands out drafts each round."""
+
+    def __init__(self, config: SaguaroConfig, draft: DraftProcess) -> None:
+        self._config = config
+        self._draft = draft
+        self._requests: dict[str, _Request] = {}
+        self._by_seq_id: dict[int, _Request] = {}
+        self._next_seq_id = 0
+        self._round_id = 0
+        self._num_rows = 1
+        self._finished: list[int] = []
+        self._starts: list[Start] = []
+        self._depth = DepthControl(config.num_speculative_tokens)
+        self._fallback = FallbackRule(config, self._depth)
+        self.totals = Totals()
+
+    # ---- requests come and go ----
+
+    def start(self, req_id: str, token_ids: Sequence[int], sampling: DraftSampling) -> None:
+        """A new prompt: the draft reads it while the target does."""
+        self.finish([req_id])
+        request = _Request(self._next_seq_id, sampling, SpeculationTree(len(token_ids)), known_to=0)
+        self._next_seq_id += 1
+        self._requests[req_id] = request
+        self._by_seq_id[request.seq_id] = request
+        self._queue_start(request, token_ids)
+
+    def finish(self, req_ids: Sequence[str]) -> None:
+        """These requests are over, however they ended."""
+        for req_id in req_ids:
+            if (request := self._requests.pop(req_id, None)) is not None:
+                del self._by_seq_id[request.seq_id]
+                if request.known_to == self._draft.incarnation:
+                    self._finished.append(request.seq_id)
+
+    def send_news(self) -> None:
+        """Tell the draft of new prompts at once: called before the target's forward."""
+        self._send([])
+
+    def observe_verify(self, num_tokens: int, seconds: float) -> None:
+        """A decoding step of the target over `num_tokens` tokens took so long."""
+        self._depth.observe_verify(num_tokens, seconds)
+        self.totals.verify_seconds += seconds
+
+    # ---- the round ----
+
+    def propose(self, rows: Sequence[Row], ngrams: NgramProposer) -> list[Proposal]:
+        """Drafts for the rows that just emitted tokens, in their order."""
+        began = time.perf_counter()
+        self._receive()
+        depth = self._depth.choose(len(rows))
+        limits = [min(row.limit, depth) for row in rows]
+        proposals = [self._walk(row, limit) for row, limit in zip(rows, limits)]
+        self.totals.late_rounds += any(proposal.late for proposal in proposals)
+        missed = [i for i, proposal in enumerate(proposals) if not proposal.token_ids and limits[i] > 0]
+        waiting = self._fall_back(rows, proposals, missed, limits, ngrams)
+        self._send(self._outcomes(rows, proposals, missed, waiting))
+        selected = time.perf_counter()
+        self.totals.select_seconds += selected - began
+        if waiting:
+            self._wait(rows, proposals, waiting)
+            self.totals.wait_seconds += time.perf_counter() - selected
+        self._count(rows, proposals, missed, limits)
+        return proposals
+
+    def _walk(self, row: Row, limit: int) -> Proposal:
+        """Go down the tree by what was emitted; what lies below is the next draft."""
+        request = self._requests.get(row.req_id)
+        if request is None:
+            return Proposal()
+        if request.has_ngrams:
+            self._fallback.observe_ngrams(len(row.emitted))
+        else:
+            self._depth.observe_outcome(row.num_verified, len(row.emitted) - 1)
+        if request.tree.length + len(row.emitted) != row.length:
+            # Steps went by that we did not see: begin anew from the token history.
+            request.tree = SpeculationTree(row.length)
+            request.known_to = 0
+            return Proposal()
+        stayed = request.tree.commit(row.emitted)
+        proposal = _proposal(request, limit)
+        proposal.late = stayed and len(proposal.token_ids) < limit
+        return proposal
+
+    def _fall_back(
+        self, rows: Sequence[Row], proposals: list[Proposal], missed: list[int], limits: list[int], ngrams: NgramProposer
+    ) -> dict[int, int]:
+        """Give the rows that missed n-grams, or decide that they wait: row → drafts to wait for."""
+        if not missed:
+            return {}
+        can_wait = [i for i in missed if self._knows(rows[i])]
+        hits = [len(proposals[i].token_ids) for i in range(len(rows)) if i not in set(missed)]
+        wanted = self._fallback.drafts_to_wait_for(hits, len(can_wait), max(limits))
+        waiting = {i: min(wanted, limits[i]) for i in can_wait} if wanted else {}
+        others = [i for i in missed if i not in waiting]
+        if others and self._fallback.takes_ngrams():
+            for i, token_ids in ngrams(others).items():
+                token_ids = token_ids[: limits[i]]
+                proposals[i] = Proposal(token_ids, [None] * len(token_ids))
+                self.totals.fallback_ngram += bool(token_ids)
+        self.totals.fallback_draft += len(waiting)
+        return waiting
+
+    def _knows(self, row: Row) -> bool:
+        """Whether the draft is up and has this row's tokens (all but the newest)."""
+        request = self._requests.get(row.req_id)
+        up = self._draft.state is State.UP
+        return up and request is not None and request.known_to == self._draft.incarnation
+
+    def _outcomes(
+        self, rows: Sequence[Row], proposals: list[Proposal], missed: list[int], waiting: dict[int, int]
+    ) -> list[Outcome]:
+        outcomes = []
+        for i, (row, proposal) in enumerate(zip(rows, proposals)):
+            request = self._requests.get(row.req_id)
+            if request is None:
+                continue
+            request.has_ngrams = i in missed and i not in waiting
+            if self._knows(row):
+                outcomes.append(
+                    Outcome(request.seq_id, row.length, row.emitted, proposal.token_ids, waiting.get(i, 0))
+                )
+            elif self._draft.state is State.UP and self._fits(row.length):
+                self._queue_start(request, row.history(), proposal.token_ids)
+        return outcomes
+
+    def _wait(self, rows: Sequence[Row], proposals: list[Proposal], waiting: dict[int, int]) -> None:
+        """Take JIT drafts as they come, until all are there or it takes too long."""
+        began = time.perf_counter()
+        deadline = began + min(self._fallback.patience(max(waiting.values())), _LONGEST_WAIT)
+        open_rows = dict(waiting)
+        while open_rows and (left := deadline - time.perf_counter()) > 0:
+            self._receive(left)
+            for i, wanted in list(open_rows.items()):
+                request = self._requests[rows[i].req_id]
+                proposals[i] = _proposal(request, wanted)
+                if len(proposals[i].token_ids) >= wanted or not self._knows(rows[i]):
+                    del open_rows[i]
+        if self._draft.state is State.UP:
+            self._fallback.observe_wait(max(waiting.values()), time.perf_counter() - began)
+
+    # ---- talk with the draft ----
+
+    def _receive(self, timeout: float = 0.0) -> None:
+        for push in self._draft.receive(timeout):
+            self._take(push)
+
+    def _take(self, push: Push) -> None:
+        self.totals.observe_draft(push.busy_seconds, push.kv_usage)
+        for item in push.items:
+            request = self._by_seq_id.get(item.seq_id)
+            if request is None:
+                continue
+            if isinstance(item, Branches):
+                request.tree.hang(item.length, item.trunk, item.offsets, item.token_ids)
+                self.totals.branches += len(item.token_ids)
+            else:
+                law = None if item.law is None else unpack_law(item.law, len(item.token_ids))
+                request.tree.grow(item.token_ids, law)
+        for seq_id in push.lost:
+            if (request := self._by_seq_id.get(seq_id)) is not None:
+                request.known_to = 0
+
+    def _queue_start(self, request: _Request, token_ids: Sequence[int], drafts: Sequence[int] = ()) -> None:
+        if self._draft.state is not State.UP or not self._fits(len(token_ids)):
+            return
+        sampling = request.sampling
+        self._starts.append(
+            Start(
+                request.seq_id, pack_tokens(token_ids), list(drafts), sampling.temperature, sampling.top_k, sampling.top_p
+            )
+        )
+        request.known_to = self._draft.incarnation
+
+    def _fits(self, length: int) -> bool:
+        """Whether the draft's context holds the sequence and a round more."""
+        return length + 2 * self._config.num_speculative_tokens + 1 <= self._draft.ready.max_length
+
+    def _send(self, outcomes: list[Outcome]) -> None:
+        if not outcomes and not self._starts and not self._finished:
+            return
+        self._round_id += 1
+        self._num_rows = len(outcomes) or self._num_rows
+        depth = self._depth.depth
+        verify_seconds = self._depth.verify_seconds(self._num_rows, depth)
+        self._draft.send(Round(self._round_id, self._starts, outcomes, self._finished, depth, verify_seconds))
+        self._starts, self._finished = [], []
+
+    # ---- figures ----
+
+    def _count(self, rows: Sequence[Row], proposals: list[Proposal], missed: list[int], limits: list[int]) -> None:
+        totals = self.totals
+        totals.rounds += 1
+        missed_rows = set(missed)
+        for i, (row, proposal) in enumerate(zip(rows, proposals)):
+            totals.emitted_tokens += len(row.emitted)
+            totals.accepted_tokens += max(len(row.emitted) - 1, 0) if row.num_verified else 0
+            totals.drafted_tokens += len(proposal.token_ids)
+            totals.verified_rows += 1
+            if limits[i] == 0:
+                continue
+            totals.lookups += 1
+            if i in missed_rows:
+                totals.misses += 1
+                totals.fallback_none += not proposal.token_ids
+            elif len(proposal.token_ids) < limits[i]:
+                totals.part_hits += 1
+            else:
+                totals.hits += 1
+
+    def stats(self) -> dict[str, float | bool]:
+        """All totals since the start, and the state of the draft."""
+        return {
+            **self.totals.as_dict(),
+            "draft_up": self._draft.state is State.UP,
+            "draft_restarts": self._draft.restarts,
+        }
+
+
+def _proposal(request: _Request, limit: int) -> Proposal:
+    chain = request.tree.drafts(limit)
+    return Proposal([node.token_id for node in chain], [node.law for node in chain])

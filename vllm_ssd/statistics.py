@@ -1,0 +1,84 @@
+"""What is measured while running, and the estimates made from it.
+
+Plain arithmetic on floats; costs microseconds a round. Knows nothing about vLLM or torch.
+"""
+
+_FORGET = 0.98  # weight of the past at each observation
+
+
+class LinearTime:
+    """Seconds as a linear function of a load (tokens of a batch, branches of a step).
+
+    Weighted least squares over the recent past.
+    """
+
+    def __init__(self) -> None:
+        self._weight = self._x = self._y = self._xx = self._xy = 0.0
+
+    def observe(self, load: float, seconds: float) -> None:
+        """Add a measurement; an outlier far above the estimate counts as a stall, and is cut."""
+        if self._weight > 5.0:
+            seconds = min(seconds, 3.0 * self.seconds(load))
+        self._weight = self._weight * _FORGET + 1.0
+        self._x = self._x * _FORGET + load
+        self._y = self._y * _FORGET + seconds
+        self._xx = self._xx * _FORGET + load * load
+        self._xy = self._xy * _FORGET + load * seconds
+
+    @property
+    def known(self) -> bool:
+        """Whether there is anything to estimate from."""
+        return self._weight > 0.0
+
+    @property
+    def spread(self) -> float:
+        """Standard deviation of the observed loads over their mean: how far the slope can be trusted."""
+        if not self.known or self._x == 0.0:
+            return 0.0
+        mean = self._x / self._weight
+        return max(self._xx / self._weight - mean * mean, 0.0) ** 0.5 / mean
+
+    def slope(self) -> float:
+        """Seconds per unit of load, never negative; 0 while all loads were alike."""
+        if not self.known:
+            return 0.0
+        mean = self._x / self._weight
+        variance = self._xx / self._weight - mean * mean
+        if variance <= 1e-9 * (1.0 + mean * mean):
+            return 0.0
+        return max((self._xy / self._weight - mean * self._y / self._weight) / variance, 0.0)
+
+    def seconds(self, load: float) -> float:
+        """Estimated seconds at this load; 0 while nothing was observed."""
+        if not self.known:
+            return 0.0
+        mean = self._x / self._weight
+        average = self._y / self._weight
+        return max(average + self.slope() * (load - mean), 0.1 * average)
+
+
+class Acceptance:
+    """A_i: the probability that the first i drafts of a row are all accepted."""
+
+    def __init__(self, num_positions: int, prior: float = 0.7, prior_weight: float = 4.0) -> None:
+        self._accepted = [prior * prior_weight] * num_positions
+        self._weight = [prior_weight] * num_positions
+
+    def observe(self, num_drafts: int, num_accepted: int) -> None:
+        """A row had `num_drafts` drafts verified, and the first `num_accepted` were right."""
+        for i in range(min(num_drafts, num_accepted + 1)):
+            self._accepted[i] = self._accepted[i] * _FORGET + (1.0 if i < num_accepted else 0.0)
+            self._weight[i] = self._weight[i] * _FORGET + 1.0
+
+    @property
+    def rate(self) -> float:
+        """a: the share of drafts accepted, given that those before were."""
+        return sum(self._accepted) / sum(self._weight)
+
+    def expected_tokens(self, num_drafts: int) -> float:
+        """E: tokens a row emits when `num_drafts` are verified, the bonus or recovery token included."""
+        expected, chance = 1.0, 1.0
+        for i in range(num_drafts):
+            chance *= self._accepted[i] / self._weight[i]
+            expected += chance
+        return expected

@@ -1,0 +1,80 @@
+"""How messages travel: a pair of ZeroMQ sockets over `ipc://`, in a directory of mode 0700.
+
+Sending never blocks. Knows nothing about what the bytes mean.
+"""
+
+import os
+import shutil
+import tempfile
+
+import zmq
+
+_PREFIX = "vllm-ssd-"
+_QUEUED_MESSAGES = 1000
+
+
+class Endpoint:
+    """A directory with one socket address; removed with the engine that made it."""
+
+    def __init__(self) -> None:
+        _remove_orphans()
+        self.directory = tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-")  # mode 0700
+        self.address = f"ipc://{self.directory}/draft"
+
+    def remove(self) -> None:
+        """Delete the directory and the socket in it."""
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+
+def _remove_orphans() -> None:
+    """Delete directories whose makers were killed together with their drafts."""
+    root = tempfile.gettempdir()
+    for name in os.listdir(root):
+        path = os.path.join(root, name)
+        pid = name[len(_PREFIX) :].partition("-")[0]
+        if not name.startswith(_PREFIX) or not pid.isdigit() or os.path.exists(f"/proc/{pid}"):
+            continue
+        if os.path.isdir("/proc/self") and os.lstat(path).st_uid == os.getuid():
+            shutil.rmtree(path, ignore_errors=True)
+
+
+class Channel:
+    """One end of the pair."""
+
+    def __init__(self, address: str, bind: bool) -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.PAIR)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.SNDHWM, _QUEUED_MESSAGES)
+        self._socket.setsockopt(zmq.RCVHWM, _QUEUED_MESSAGES)
+        if bind:
+            self._socket.bind(address)
+        else:
+            self._socket.connect(address)
+
+    def send(self, data: bytes) -> bool:
+        """Queue a message; False if the other end is not there or does not read."""
+        try:
+            self._socket.send(data, zmq.NOBLOCK)
+            return True
+        except zmq.Again:
+            return False
+
+    def receive(self, timeout: float = 0.0) -> bytes | None:
+        """The next message, or None if none came within `timeout` seconds."""
+        try:
+            return self._socket.recv(zmq.NOBLOCK)
+        except zmq.Again:
+            pass
+        if timeout <= 0 or not self._socket.poll(timeout * 1000):
+            return None
+        return self._socket.recv(zmq.NOBLOCK)
+
+    def flush_and_close(self, linger: float = 1.0) -> None:
+        """Close after giving queued messages `linger` seconds to leave."""
+        self._socket.close(int(linger * 1000))
+        self._context.term()
+
+    def close(self) -> None:
+        """Close at once."""
+        self.flush_and_close(0.0)
