@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 MAX_SPECULATIVE_TOKENS = 32
-FAN_OUT_NAMES = ("geometric", "uniform")
+FAN_OUT_NAMES = ("measured", "geometric", "uniform")
 FALLBACKS = ("auto", "draft", "ngram", "none")
 
 
@@ -41,8 +41,10 @@ class SaguaroConfig:
 
     tree_budget: int = 24
     """Branches the draft may build for a request in a round; fewer when time is short."""
-    fan_out: str | tuple[int, ...] = "geometric"
-    """How branches are spread over the K+1 positions: "geometric", "uniform" or K+1 counts."""
+    fan_out: str | tuple[int, ...] = "measured"
+    """How branches are spread over the K+1 positions where a verification may stop: "measured"
+    (the most probable outcomes by the row's own draft probabilities, their sharpness measured),
+    "geometric" (the paper's theorem), "uniform" or K+1 counts."""
     saguaro_c: float = 1.0
     """C of Saguaro sampling, in (0, 1]; 1 is off. No effect on greedy rows."""
     draft_top_m: int = 64
@@ -139,7 +141,7 @@ def _check_fan_out(config: SaguaroConfig) -> None:
         _refuse(
             "fan_out",
             list(value) if isinstance(value, tuple) else value,
-            f"'geometric', 'uniform' or a list of {positions} counts (num_speculative_tokens + 1), not all 0",
+            f"'measured', 'geometric', 'uniform' or a list of {positions} counts (num_speculative_tokens + 1), not all 0",
         )
 
 

@@ -4,9 +4,16 @@ The paper's fan-out theorem (arXiv 2603.03251): if the chance that t* is not amo
 probable candidates falls as F^(-r), the expected hits are maximal for F_k ∝ P_k^(1/(1+r)), P_k
 being the chance to stop at position k. With acceptance rate a, P_k = a^k (1-a) for k < K and
 P_K = a^K: the last position, where everything was accepted, often gets the most.
+
+The theorem knows only averages. A row knows more: the draft's own probabilities say where this
+verification is likely to stop and with which token. An outcome (k, t*) has the probability
+q(d_1)···q(d_k)·q(t*), and the budget goes to the most probable ones. How far q can be taken at
+its word is measured: it is sharpened (or flattened) until what the target emitted is most likely.
 """
 
 from collections.abc import Sequence
+
+import numpy as np
 
 DEFAULT_EXPONENT = 1.0  # r; the miss rate of language models falls about as 1/F
 
@@ -45,6 +52,11 @@ class FanOut:
     def __init__(self, setting: str | tuple[int, ...]) -> None:
         self._setting = setting
 
+    @property
+    def by_row(self) -> bool:
+        """Whether each row spreads its budget by its own probabilities (`most_probable_outcomes`)."""
+        return self._setting == "measured"
+
     def counts(self, num_drafts: int, budget: int, acceptance: float) -> list[int]:
         """F_0..F_num_drafts for a trunk of `num_drafts` drafts, at most `budget` in sum.
 
@@ -53,7 +65,51 @@ class FanOut:
         """
         if self._setting == "uniform":
             return apportion([1.0] * (num_drafts + 1), budget)
-        if self._setting == "geometric":
+        if self._setting in ("geometric", "measured"):
             return apportion(geometric_weights(acceptance, num_drafts), budget)
         counts = [*self._setting[:num_drafts], self._setting[-1]]
         return counts if sum(counts) <= budget else apportion(counts, budget)
+
+
+class Sharpness:
+    """The exponent α that makes the draft's law ∝ q^α fit what the target emits.
+
+    Maximum likelihood by a Newton step for each observed token, with the past forgotten slowly.
+    """
+
+    def __init__(self) -> None:
+        self.value = 1.0
+        self._curvature = 1.0
+
+    def observe(self, logits: np.ndarray, emitted: int) -> None:
+        """The target emitted the candidate at index `emitted` of `logits` ([m])."""
+        centred = logits - logits.max()
+        probs = np.exp(self.value * centred)
+        probs /= probs.sum()
+        mean = float(probs @ centred)
+        self._curvature = 0.98 * self._curvature + 0.02 * float(probs @ (centred - mean) ** 2)
+        # d/dα log p(emitted) = x_emitted − E[x];  −d²/dα² = Var[x]
+        step = 0.02 * (float(centred[emitted]) - mean) / max(self._curvature, 0.05)
+        self.value = min(max(self.value + step, 0.25), 4.0)
+
+
+def most_probable_outcomes(
+    token_ids: np.ndarray, logits: np.ndarray, trunk: Sequence[int], budget: int, sharpness: float
+) -> list[tuple[int, int]]:
+    """The `budget` most probable outcomes (k, t*), best first.
+
+    `token_ids`, `logits`: [len(trunk) + 1, m], the candidates after the committed tokens and
+    trunk[:k]. The trunk's own next token is no outcome at its row: were it right, the
+    verification would go on.
+    """
+    scaled = sharpness * (logits - logits[:, :1])
+    log_probs = scaled - np.log(np.exp(scaled).sum(axis=1, keepdims=True))
+    own = token_ids[:-1] == np.asarray(trunk, dtype=token_ids.dtype)[:, None]  # [len(trunk), m]
+    floor = log_probs[:-1].min(axis=1) if len(trunk) else np.zeros(0)
+    accepted = np.where(own.any(axis=1), np.where(own, log_probs[:-1], 0.0).sum(axis=1), floor)
+    log_probs[1:] += np.cumsum(accepted)[:, None]
+    log_probs[:-1][own] = -np.inf
+    best = np.argsort(-log_probs, axis=None, kind="stable")[:budget]
+    rows, columns = np.unravel_index(best, log_probs.shape)
+    possible = np.isfinite(log_probs[rows, columns])
+    return list(zip(rows[possible].tolist(), token_ids[rows, columns][possible].tolist()))

@@ -3,7 +3,8 @@
 Plain arithmetic on floats; costs microseconds a round. Knows nothing about vLLM or torch.
 """
 
-_FORGET = 0.98  # weight of the past at each observation
+_FORGET = 0.98  # weight of the past at each step that is timed
+_FORGET_ROW = 0.995  # the same at each row that is verified
 
 
 class LinearTime:
@@ -67,8 +68,8 @@ class Acceptance:
     def observe(self, num_drafts: int, num_accepted: int) -> None:
         """A row had `num_drafts` drafts verified, and the first `num_accepted` were right."""
         for i in range(min(num_drafts, num_accepted + 1)):
-            self._accepted[i] = self._accepted[i] * _FORGET + (1.0 if i < num_accepted else 0.0)
-            self._weight[i] = self._weight[i] * _FORGET + 1.0
+            self._accepted[i] = self._accepted[i] * _FORGET_ROW + (1.0 if i < num_accepted else 0.0)
+            self._weight[i] = self._weight[i] * _FORGET_ROW + 1.0
 
     @property
     def rate(self) -> float:

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+_WIDTH_STEP = 64
+"""Columns come in multiples of this: oneDNN compiles a kernel for every new shape, for milliseconds."""
+
 
 @dataclass
 class Group:
@@ -34,7 +37,7 @@ class FlatBatch:
 def flatten(groups: Seq[Group], device: torch.device, logit_rows: np.ndarray | None = None) -> FlatBatch:
     """Join groups into one batch."""
     token_ids = np.concatenate([np.asarray(g.token_ids, dtype=np.int64) for g in groups])
-    columns, mask, padded_rows = _single(groups[0]) if len(groups) == 1 else _padded(groups)
+    columns, mask, padded_rows = _padded(groups)
 
     def send(array: np.ndarray | None) -> torch.Tensor | None:
         return None if array is None else torch.from_numpy(array).to(device, non_blocking=True)
@@ -50,13 +53,10 @@ def flatten(groups: Seq[Group], device: torch.device, logit_rows: np.ndarray | N
     )
 
 
-def _single(group: Group) -> tuple[np.ndarray, np.ndarray, None]:
-    return group.columns[None], group.mask[None], None
-
-
-def _padded(groups: Seq[Group]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _padded(groups: Seq[Group]) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
     rows = max(len(g.token_ids) for g in groups)
     width = max(len(g.columns) for g in groups)
+    width = -(-width // _WIDTH_STEP) * _WIDTH_STEP
     columns = np.zeros((len(groups), width), dtype=np.int64)
     mask = np.zeros((len(groups), rows, width), dtype=bool)
     padded_rows = []
@@ -66,4 +66,4 @@ def _padded(groups: Seq[Group]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         mask[b, :count, :size] = group.mask
         mask[b, count:, 0] = True  # a row that attends to nothing would be NaN
         padded_rows.append(np.arange(b * rows, b * rows + count))
-    return columns, mask, np.concatenate(padded_rows)
+    return columns, mask, None if len(groups) == 1 else np.concatenate(padded_rows)

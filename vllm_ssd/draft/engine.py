@@ -16,7 +16,7 @@ from vllm_ssd.config import SaguaroConfig
 from vllm_ssd.draft.batch import FlatBatch, Group, flatten
 from vllm_ssd.draft.kv_cache import SlotPool
 from vllm_ssd.draft.sequence import Branch, Candidates, Sequence
-from vllm_ssd.fanout import FanOut
+from vllm_ssd.fanout import FanOut, Sharpness, most_probable_outcomes
 from vllm_ssd.messages import Branches, Growth, Law, Outcome, Push, Round, Start, pack_law, unpack_tokens
 from vllm_ssd.sampling import draw, saguaro_law, top_tokens
 from vllm_ssd.statistics import Acceptance, LinearTime
@@ -41,6 +41,7 @@ class DraftEngine:
         self._fan_out = FanOut(config.fan_out)
         self._num_candidates = min(config.tree_budget + 1, _MAX_FAN_OUT + 1)
         self._acceptance = Acceptance(config.num_speculative_tokens)
+        self._sharpness = {False: Sharpness(), True: Sharpness()}  # greedy rows, sampled rows
         self._step_time = LinearTime()  # by number of branches
         self._prefill_time = LinearTime()  # by number of tokens
         self._generator = torch.Generator()
@@ -84,13 +85,26 @@ class DraftEngine:
         if sequence is None or len(sequence.tokens) + len(outcome.emitted) != outcome.length:
             self._lose(outcome.seq_id)
             return
-        accepted = len(outcome.emitted) - 1
-        if sequence.trunk:
-            self._acceptance.observe(len(sequence.trunk), accepted)
+        self._learn(sequence, outcome.emitted)
         sequence.advance(outcome.emitted, outcome.drafts)
         sequence.wanted = outcome.wanted
         sequence.fork_due = self._depth > 0
         self._touch(sequence)
+
+    def _learn(self, sequence: Sequence, emitted: list[int]) -> None:
+        """Where it stopped, and how well the draft's probabilities foretold it."""
+        if sequence.trunk:
+            self._acceptance.observe(len(sequence.trunk), len(emitted) - 1)
+        sharpness = self._sharpness[sequence.samples]
+        for candidates, token_id in zip(sequence.candidates, emitted):
+            (found,) = np.nonzero(candidates.token_ids[: self._num_candidates] == token_id)
+            if len(found):
+                sharpness.observe(self._scaled(sequence, candidates), int(found[0]))
+
+    def _scaled(self, sequence: Sequence, candidates: Candidates) -> np.ndarray:
+        """Logits of the best candidates at the request's temperature."""
+        logits = candidates.logits[: self._num_candidates]
+        return logits / sequence.temperature if sequence.samples else logits
 
     def _touch(self, sequence: Sequence) -> None:
         sequence.last_round = self._round_id
@@ -214,17 +228,26 @@ class DraftEngine:
         budgets = self._budgets(sequences)
         for sequence, (budget, depth) in zip(sequences, budgets):
             sequence.fork_due = False
-            counts = self._fan_out.counts(len(sequence.trunk), budget, self._acceptance.rate)
-            sequence.branches = [
-                Branch(offset, [token_id])
-                for offset, count in enumerate(counts)
-                for token_id in _alternatives(sequence, offset, count)
-            ]
-            sequence.steps_left = depth if sequence.branches else 0
-            offsets = [branch.offset for branch in sequence.branches]
-            token_ids = [branch.tokens[0] for branch in sequence.branches]
-            if sequence.branches:
+            outcomes = self._outcomes(sequence, budget)
+            sequence.branches = [Branch(offset, [token_id]) for offset, token_id in outcomes]
+            sequence.steps_left = depth if outcomes else 0
+            if outcomes:
+                offsets, token_ids = map(list, zip(*outcomes))
                 self._items.append(self._branches(sequence, offsets, token_ids))
+
+    def _outcomes(self, sequence: Sequence, budget: int) -> list[tuple[int, int]]:
+        """The bets of one row: (offset, token)."""
+        if self._fan_out.by_row and len(sequence.candidates) == len(sequence.trunk) + 1:
+            token_ids = np.stack([c.token_ids[: self._num_candidates] for c in sequence.candidates])
+            logits = np.stack([self._scaled(sequence, c) for c in sequence.candidates])
+            sharpness = self._sharpness[sequence.samples].value
+            return most_probable_outcomes(token_ids, logits, sequence.trunk, budget, sharpness)
+        counts = self._fan_out.counts(len(sequence.trunk), budget, self._acceptance.rate)
+        return [
+            (offset, token_id)
+            for offset, count in enumerate(counts)
+            for token_id in _alternatives(sequence, offset, count)
+        ]
 
     def _tree_step(self, sequences: list[Sequence]) -> None:
         """One token for each branch of all sequences, in one flat batch."""

@@ -82,7 +82,9 @@ class DraftModel:
 def _dtype(setting: str, device: torch.device) -> torch.dtype | str:
     if setting != "auto":
         return getattr(torch, setting)
-    return torch.float32 if device.type == "cpu" else "auto"
+    if device.type == "cpu":
+        return torch.bfloat16 if torch.cpu._is_avx512_bf16_supported() else torch.float32
+    return "auto"
 
 
 def _free_memory(device: torch.device) -> int:

@@ -26,6 +26,7 @@ logger = logging.getLogger("vllm_ssd.draft")
 
 _IDLE_SIGN_SECONDS = 0.5
 _PR_SET_PDEATHSIG = 1
+_NICE = 19  # on a CPU the engine's scheduler may share our cores, and goes first
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +83,7 @@ def _load(settings: ServerSettings, channel: Channel):
     """Pin the process, load the model, say that it is ready."""
     if settings.cores:
         os.sched_setaffinity(0, settings.cores)
+        os.nice(_NICE)
     import torch
 
     from vllm_ssd.draft.engine import DraftEngine
