@@ -115,9 +115,15 @@ def _check_choice(key: str, choices: Sequence[str]):
     return check
 
 
-def _check_model(config: SaguaroConfig) -> None:
+def _check_texts(config: SaguaroConfig) -> None:
     if not isinstance(config.model, str) or not config.model:
         _refuse("model", config.model, "the folder or hub name of the draft model")
+    if config.revision is not None and not isinstance(config.revision, str):
+        _refuse("revision", config.revision, "a branch, tag or commit of the draft's repository, or null")
+    if not isinstance(config.draft_device, str):
+        _refuse("draft_device", config.draft_device, "'auto', 'cuda:N' or 'cpu:CORES', for example 'cpu:2-5'")
+    if not isinstance(config.trust_remote_code, bool):
+        _refuse("trust_remote_code", config.trust_remote_code, "true or false")
 
 
 def _check_kv_cache(config: SaguaroConfig) -> None:
@@ -153,7 +159,7 @@ def _check_saguaro_c(config: SaguaroConfig) -> None:
 
 def _check_start_timeout(config: SaguaroConfig) -> None:
     value = config.draft_start_timeout
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
         _refuse("draft_start_timeout", value, "a number of seconds above 0")
 
 
@@ -163,7 +169,7 @@ def _check_prompt_lookup(config: SaguaroConfig) -> None:
 
 
 _CHECKS = (
-    _check_model,
+    _check_texts,
     _check_int("num_speculative_tokens", 1, MAX_SPECULATIVE_TOKENS),
     _check_choice("draft_dtype", ("auto", "float32", "bfloat16", "float16")),
     _check_kv_cache,

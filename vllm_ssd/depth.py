@@ -8,6 +8,7 @@ taken, with E the expected tokens of a row, T the measured time of a verify and 
 from vllm_ssd.statistics import Acceptance, LinearTime
 
 _PROBE_EVERY = 64  # rounds between looks at whether drafting pays again
+_PROBE_ROUNDS = 4  # that a look takes: the draft has no tree at its first round
 _EXPLORE_EVERY = 8  # rounds between detours while all loads were alike
 _ENOUGH_SPREAD = 0.05
 
@@ -48,7 +49,7 @@ class DepthControl:
         """The depth for a batch of `rows` rows."""
         self._round += 1
         self.depth = self._best(rows)
-        if self.depth == 0 and self._round % _PROBE_EVERY == 0:
+        if self.depth == 0 and self._round % _PROBE_EVERY >= _PROBE_EVERY - _PROBE_ROUNDS:
             self.depth = 1
         elif rows > 1 and self._verify_time.spread < _ENOUGH_SPREAD and self._round % _EXPLORE_EVERY == 0:
             self.depth = self._most // 2

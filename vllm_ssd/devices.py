@@ -22,6 +22,8 @@ def parse_cores(text: str) -> tuple[int, ...]:
         if match is None:
             raise ValueError(f"{part!r} is not a core or a range of cores")
         first, last = int(match[1]), int(match[2] or match[1])
+        if last < first:
+            raise ValueError(f"{part!r} is not a range of cores: it ends before it begins")
         cores.update(range(first, last + 1))
     return tuple(sorted(cores))
 
@@ -88,18 +90,26 @@ def choose_cores(bind: str, own_affinity: Iterable[int]) -> DraftDevice:
     else:
         taken = set(online[:-1])  # vLLM's own choice leaves its last core to the scheduler
     left = tuple(core for core in online if core not in taken)
+    if not left and len(online) == 1:
+        raise _refusal("auto", "this machine has one core, which the target takes; the draft needs another")
     if not left:
         raise _refusal(
             "auto",
             f"the target takes all cores ({_ranges(online)}); leave some to the draft, for example with "
-            f"VLLM_CPU_OMP_THREADS_BIND={_ranges(online[:-1]) or '0'}",
+            f"VLLM_CPU_OMP_THREADS_BIND={_ranges(online[:-1])}",
         )
     return DraftDevice("cpu", left)
 
 
 def _ranges(cores: Iterable[int]) -> str:
-    cores = sorted(cores)
-    return "" if not cores else f"{cores[0]}-{cores[-1]}" if len(cores) > 1 else str(cores[0])
+    """(0, 1, 2, 5) → "0-2,5"."""
+    runs: list[list[int]] = []
+    for core in sorted(cores):
+        if runs and core == runs[-1][1] + 1:
+            runs[-1][1] = core
+        else:
+            runs.append([core, core])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
 def _refusal(setting: str, reason: str) -> ValueError:

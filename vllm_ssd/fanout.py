@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+_IMPOSSIBLE = -60.0  # relative logit of a candidate that cannot be; finite, so that no sum is NaN
 DEFAULT_EXPONENT = 1.0  # r; the miss rate of language models falls about as 1/F
 
 
@@ -83,7 +84,7 @@ class Sharpness:
 
     def observe(self, logits: np.ndarray, emitted: int) -> None:
         """The target emitted the candidate at index `emitted` of `logits` ([m])."""
-        centred = logits - logits.max()
+        centred = np.maximum(logits - logits.max(), _IMPOSSIBLE)
         probs = np.exp(self.value * centred)
         probs /= probs.sum()
         mean = float(probs @ centred)
@@ -102,7 +103,7 @@ def most_probable_outcomes(
     trunk[:k]. The trunk's own next token is no outcome at its row: were it right, the
     verification would go on.
     """
-    scaled = sharpness * (logits - logits[:, :1])
+    scaled = sharpness * np.maximum(logits - logits[:, :1], _IMPOSSIBLE)
     log_probs = scaled - np.log(np.exp(scaled).sum(axis=1, keepdims=True))
     own = token_ids[:-1] == np.asarray(trunk, dtype=token_ids.dtype)[:, None]  # [len(trunk), m]
     floor = log_probs[:-1].min(axis=1) if len(trunk) else np.zeros(0)

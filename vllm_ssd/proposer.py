@@ -102,7 +102,8 @@ class Proposer:
         for req_id in req_ids:
             if (request := self._requests.pop(req_id, None)) is not None:
                 del self._by_seq_id[request.seq_id]
-                if request.known_to == self._draft.incarnation:
+                self._starts = [start for start in self._starts if start.seq_id != request.seq_id]
+                if self._draft.state is State.UP:
                     self._finished.append(request.seq_id)
 
     def send_news(self) -> None:

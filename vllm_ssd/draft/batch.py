@@ -18,6 +18,7 @@ class Group:
     positions: np.ndarray  # [n] int64
     slots: np.ndarray  # [n] int64, where their KV goes
     columns: np.ndarray  # [S] int64 slots, those of the n tokens included
+    column_positions: np.ndarray  # [S] int64
     mask: np.ndarray  # [n, S] bool, True: attend
 
 
@@ -29,6 +30,7 @@ class FlatBatch:
     positions: torch.Tensor  # [T] int64
     slots: torch.Tensor  # [T] int64
     columns: torch.Tensor  # [B, S] int64 slots, padded with slot 0
+    column_positions: torch.Tensor  # [B, S] int64
     mask: torch.Tensor  # [B, N, S] bool; padded rows attend to column 0
     padded_rows: torch.Tensor | None  # [T] int64: token -> b * N + n; None for one group
     logit_rows: torch.Tensor | None  # [R] int64: tokens whose logits are wanted; None: all
@@ -37,7 +39,7 @@ class FlatBatch:
 def flatten(groups: Seq[Group], device: torch.device, logit_rows: np.ndarray | None = None) -> FlatBatch:
     """Join groups into one batch."""
     token_ids = np.concatenate([np.asarray(g.token_ids, dtype=np.int64) for g in groups])
-    columns, mask, padded_rows = _padded(groups)
+    columns, column_positions, mask, padded_rows = _padded(groups)
 
     def send(array: np.ndarray | None) -> torch.Tensor | None:
         return None if array is None else torch.from_numpy(array).to(device, non_blocking=True)
@@ -47,23 +49,26 @@ def flatten(groups: Seq[Group], device: torch.device, logit_rows: np.ndarray | N
         positions=send(np.concatenate([g.positions for g in groups])),
         slots=send(np.concatenate([g.slots for g in groups])),
         columns=send(columns),
+        column_positions=send(column_positions),
         mask=send(mask),
         padded_rows=send(padded_rows),
         logit_rows=send(logit_rows),
     )
 
 
-def _padded(groups: Seq[Group]) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+def _padded(groups: Seq[Group]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]:
     rows = max(len(g.token_ids) for g in groups)
     width = max(len(g.columns) for g in groups)
     width = -(-width // _WIDTH_STEP) * _WIDTH_STEP
     columns = np.zeros((len(groups), width), dtype=np.int64)
+    column_positions = np.zeros((len(groups), width), dtype=np.int64)
     mask = np.zeros((len(groups), rows, width), dtype=bool)
     padded_rows = []
     for b, group in enumerate(groups):
         count, size = group.mask.shape
         columns[b, :size] = group.columns
+        column_positions[b, :size] = group.column_positions
         mask[b, :count, :size] = group.mask
         mask[b, count:, 0] = True  # a row that attends to nothing would be NaN
         padded_rows.append(np.arange(b * rows, b * rows + count))
-    return columns, mask, None if len(groups) == 1 else np.concatenate(padded_rows)
+    return columns, column_positions, mask, None if len(groups) == 1 else np.concatenate(padded_rows)

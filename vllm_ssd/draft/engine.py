@@ -25,6 +25,7 @@ _GLUE_LIMIT = 64  # more pending tokens than this are a prefill
 _PREFILL_CHUNK = (16, 512)  # tokens, least and most in one forward
 _PREFILL_SECONDS = 0.25  # a forward must not be longer, or outcomes wait for it
 _BUSY_PREFILL_SECONDS = 0.005  # the same while trees are to be built
+_RECENT_ROUNDS = 1  # a step may bring two rounds: new prompts, then outcomes
 _MAX_FAN_OUT = 32  # candidates kept for each node
 _VERIFY_SHARE = 0.85  # the part of a verify that a tree may take
 
@@ -77,7 +78,7 @@ class DraftEngine:
         tokens = unpack_tokens(start.token_ids).tolist()
         sequence = Sequence(start.seq_id, tokens, start.temperature, start.top_k, start.top_p, self._pool)
         sequence.trunk = list(start.drafts)
-        sequence.fork_due = self._depth > 0
+        sequence.fork_due = self._depth > 0 and self._has_room(sequence)
         self._touch(sequence)
 
     def _take(self, outcome: Outcome) -> None:
@@ -87,8 +88,10 @@ class DraftEngine:
             return
         self._learn(sequence, outcome.emitted)
         sequence.advance(outcome.emitted, outcome.drafts)
-        sequence.wanted = outcome.wanted
-        sequence.fork_due = self._depth > 0
+        sequence.rest()
+        if self._has_room(sequence):
+            sequence.wanted = outcome.wanted
+            sequence.fork_due = self._depth > 0
         self._touch(sequence)
 
     def _learn(self, sequence: Sequence, emitted: list[int]) -> None:
@@ -184,8 +187,9 @@ class DraftEngine:
         groups, fed = [], []
         for sequence in sequences:
             pending = sequence.pending[:limit]
-            slots = self._take_slots(len(pending), sequence)
+            slots = self._take_slots(len(pending), sequences)
             if slots is None:
+                sequence.drop_kv()
                 continue
             known = len(sequence.slots)
             sequence.slots.extend(slots)
@@ -214,7 +218,7 @@ class DraftEngine:
             self._feed_pending(fed, _GLUE_LIMIT)
         for sequence in sequences:
             if sequence.pending or not sequence.candidates:
-                sequence.wanted = 0  # no room in the KV cache: the target takes its fallback
+                sequence.rest()  # no room in the KV cache: the target takes its fallback
                 continue
             if not sequence.trunk:
                 self._items.append(self._branches(sequence, [], []))
@@ -254,9 +258,9 @@ class DraftEngine:
         began = time.perf_counter()
         groups, grown = [], []
         for sequence in sequences:
-            slots = self._take_slots(len(sequence.branches), sequence)
+            slots = self._take_slots(len(sequence.branches), sequences)
             if slots is None:
-                sequence.steps_left = 0  # what is built stays; it just grows no deeper
+                sequence.rest()  # what is built stays; it just grows no deeper
                 continue
             for branch, slot in zip(sequence.branches, slots.tolist()):
                 branch.slots.append(slot)
@@ -302,14 +306,24 @@ class DraftEngine:
                 depth -= 1
         return [(width, depth)] * len(sequences)
 
-    def _take_slots(self, count: int, sequence: Sequence) -> np.ndarray | None:
-        """Slots for `sequence`; evicts sequences that no recent round had, oldest first."""
+    def _take_slots(self, count: int, batch: list[Sequence]) -> np.ndarray | None:
+        """Slots for a sequence of `batch`; evicts sequences that no recent round had, oldest first."""
         while (slots := self._pool.take(count)) is None:
-            idle = [s for s in self._sequences.values() if s is not sequence and len(s.slots) and s.last_round < self._round_id]
+            idle = [s for s in self._idle() if s not in batch]
             if not idle:
                 return None
             min(idle, key=lambda s: s.last_round).drop_kv()
         return slots
+
+    def _idle(self) -> list[Sequence]:
+        """Sequences with KV that may be evicted."""
+        return [s for s in self._sequences.values() if len(s.slots) and s.last_round < self._round_id - _RECENT_ROUNDS]
+
+    def _has_room(self, sequence: Sequence) -> bool:
+        """Whether what the sequence lacks fits the KV cache; if not, it is not even begun."""
+        lacking = len(sequence.tokens) + len(sequence.trunk) - len(sequence.slots)
+        free = self._pool.num_free
+        return lacking <= free or lacking <= free + sum(len(s.slots) for s in self._idle() if s is not sequence)
 
     @torch.inference_mode()
     def _forward(self, batch: FlatBatch) -> tuple[np.ndarray, np.ndarray]:
@@ -388,7 +402,7 @@ def _causal_group(token_ids: list[int], known: int, columns: np.ndarray, slots: 
     count = len(token_ids)
     positions = np.arange(known, known + count)
     mask = np.arange(known + count)[None, :] <= positions[:, None]
-    return Group(token_ids, positions, slots, columns.copy(), mask)
+    return Group(token_ids, positions, slots, columns.copy(), np.arange(known + count), mask)
 
 
 def _branch_group(sequence: Sequence, slots: np.ndarray) -> Group:
@@ -402,4 +416,7 @@ def _branch_group(sequence: Sequence, slots: np.ndarray) -> Group:
     mask[:, : len(trunk)] = np.arange(len(trunk))[None, :] < above[:, None]
     mask[:, len(trunk) :] = np.repeat(np.eye(len(branches), dtype=bool), depth, axis=1)
     columns = np.concatenate([trunk, tails.reshape(-1)])
-    return Group([branch.tokens[-1] for branch in branches], above + depth - 1, slots, columns, mask)
+    tail_positions = above[:, None] + np.arange(depth)[None, :]
+    column_positions = np.concatenate([np.arange(len(trunk)), tail_positions.reshape(-1)])
+    tips = [branch.tokens[-1] for branch in branches]
+    return Group(tips, above + depth - 1, slots, columns, column_positions, mask)

@@ -70,7 +70,7 @@ class DraftModel:
         num_slots = self._pools[0].shape[1]
         for count in _WARM_UP_TOKENS:
             slots = np.arange(min(count, num_slots))
-            group = Group([0] * len(slots), slots, slots, slots, np.tri(len(slots), dtype=bool))
+            group = Group([0] * len(slots), slots, slots, slots, slots, np.tri(len(slots), dtype=bool))
             with torch.inference_mode():
                 self.forward(flatten([group], self.device))
 

@@ -68,11 +68,17 @@ class Sequence:
             self._pool.give_back(np.asarray(branch.slots, dtype=np.int64))
         self.branches = []
         self.steps_left = 0
+
+    def rest(self) -> None:
+        """Nothing is to be built until the next outcome; what was built stays."""
         self.fork_due = False
+        self.wanted = 0
+        self.steps_left = 0
 
     def drop_kv(self) -> None:
         """Give all slots back; the sequence is prefilled anew when it is needed."""
         self.drop_branches()
+        self.rest()
         self.slots.cut(0)
         self.candidates = []
 

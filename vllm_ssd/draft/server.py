@@ -4,8 +4,6 @@ Reads its settings as one JSON line from standard input, which then stays open: 
 the target is gone and so is this process. Standard output is not used.
 """
 
-import contextlib
-import ctypes
 import dataclasses
 import json
 import logging
@@ -25,8 +23,7 @@ from vllm_ssd.transport import Channel
 logger = logging.getLogger("vllm_ssd.draft")
 
 _IDLE_SIGN_SECONDS = 0.5
-_PR_SET_PDEATHSIG = 1
-_NICE = 19  # on a CPU the engine's scheduler may share our cores, and goes first
+_NICE = 5  # on a CPU the engine's scheduler may share our cores, and goes first
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,19 +60,24 @@ def main() -> int:
 
 
 def _end_with_parent(settings: ServerSettings) -> None:
-    """Die when the target does, even while stopped (SIGSTOP) or inside a long forward."""
-    with contextlib.suppress(OSError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != settings.parent:
-        os._exit(1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the target's to handle
+    """End when the target does, even inside a long forward or while stopped (SIGSTOP).
+
+    Standard input ends with the target, however it ends. A stopped process does not notice; but
+    in a process group of its own it is woken by the kernel, which sends SIGHUP to a stopped group
+    that loses its parent. Ctrl-C at a terminal does not reach such a group: it is the target's.
+    """
+
+    def end(*_: object) -> None:
+        shutil.rmtree(settings.directory, ignore_errors=True)
+        os._exit(0)
 
     def watch() -> None:
         while os.getppid() == settings.parent and os.read(0, 4096):
             pass
-        shutil.rmtree(settings.directory, ignore_errors=True)
-        os._exit(0)
+        end()
 
+    os.setpgid(0, 0)
+    signal.signal(signal.SIGHUP, end)
     threading.Thread(target=watch, daemon=True).start()
 
 
