@@ -40,22 +40,26 @@ class LinearTime:
         return max(self._xx / self._weight - mean * mean, 0.0) ** 0.5 / mean
 
     def slope(self) -> float:
-        """Seconds per unit of load, never negative; 0 while all loads were alike."""
+        """Seconds per unit of load; 0 while all loads were alike.
+
+        Never negative, nor so steep that no load would take less than no time.
+        """
         if not self.known:
             return 0.0
-        mean = self._x / self._weight
+        mean, average = self._x / self._weight, self._y / self._weight
         variance = self._xx / self._weight - mean * mean
         if variance <= 1e-9 * (1.0 + mean * mean):
             return 0.0
-        return max((self._xy / self._weight - mean * self._y / self._weight) / variance, 0.0)
+        slope = (self._xy / self._weight - mean * average) / variance
+        return min(max(slope, 0.0), (1.0 - 1e-6) * average / mean)
 
     def seconds(self, load: float) -> float:
-        """Estimated seconds at this load; 0 while nothing was observed."""
+        """Estimated seconds at this load (above 0); 0 while nothing was observed."""
         if not self.known:
             return 0.0
         mean = self._x / self._weight
         average = self._y / self._weight
-        return max(average + self.slope() * (load - mean), 0.1 * average)
+        return average + self.slope() * (load - mean)
 
 
 class Acceptance:

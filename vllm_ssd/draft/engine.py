@@ -323,7 +323,7 @@ class DraftEngine:
         """Whether what the sequence lacks fits the KV cache; if not, it is not even begun."""
         lacking = len(sequence.tokens) + len(sequence.trunk) - len(sequence.slots)
         free = self._pool.num_free
-        return lacking <= free or lacking <= free + sum(len(s.slots) for s in self._idle() if s is not sequence)
+        return lacking <= free or lacking <= free + sum(s.num_slots for s in self._idle() if s is not sequence)
 
     @torch.inference_mode()
     def _forward(self, batch: FlatBatch) -> tuple[np.ndarray, np.ndarray]:

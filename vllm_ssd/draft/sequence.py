@@ -55,6 +55,11 @@ class Sequence:
         return self.temperature > 0
 
     @property
+    def num_slots(self) -> int:
+        """Slots in use, those of the branches included."""
+        return len(self.slots) + sum(len(branch.slots) for branch in self.branches)
+
+    @property
     def pending(self) -> list[int]:
         """Tokens without KV: to be prefilled or glued."""
         known = len(self.slots)
@@ -100,29 +105,17 @@ class Sequence:
             self.candidates = []
             if won is not None:
                 self.branches.remove(won)
-                self._adopt(won, base + accepted)
+                self.slots.extend(np.asarray(won.slots, dtype=np.int64))
+                self.candidates = won.candidates
                 kept_trunk = won.tokens[1:]
             self.drop_branches()
         kept = _common_prefix(drafts, kept_trunk)
         self.trunk = list(drafts)
         self.slots.cut(len(self.tokens) + kept)
         del self.candidates[kept + 1 :]
-        self._forget_dangling_candidates()
 
     def _pick(self, offset: int, token_id: int) -> Branch | None:
         return next((b for b in self.branches if b.offset == offset and b.tokens[0] == token_id), None)
-
-    def _adopt(self, won: Branch, length: int) -> None:
-        if len(self.slots) != length:  # the trunk itself was not computed: the tail does not join
-            self._pool.give_back(np.asarray(won.slots, dtype=np.int64))
-            return
-        self.slots.extend(np.asarray(won.slots, dtype=np.int64))
-        self.candidates = won.candidates
-
-    def _forget_dangling_candidates(self) -> None:
-        """Candidates of row j need KV of the committed tokens and trunk[:j]."""
-        rows = len(self.slots) - len(self.tokens) + 1
-        del self.candidates[max(rows, 0) :]
 
 
 def _common_prefix(a: list[int], b: list[int]) -> int:

@@ -4,6 +4,8 @@ Reads its settings as one JSON line from standard input, which then stays open: 
 the target is gone and so is this process. Standard output is not used.
 """
 
+import contextlib
+import ctypes
 import dataclasses
 import json
 import logging
@@ -23,6 +25,7 @@ from vllm_ssd.transport import Channel
 logger = logging.getLogger("vllm_ssd.draft")
 
 _IDLE_SIGN_SECONDS = 0.5
+_PR_SET_PDEATHSIG = 1
 _NICE = 5  # on a CPU the engine's scheduler may share our cores, and goes first
 
 
@@ -62,9 +65,10 @@ def main() -> int:
 def _end_with_parent(settings: ServerSettings) -> None:
     """End when the target does, even inside a long forward or while stopped (SIGSTOP).
 
-    Standard input ends with the target, however it ends. A stopped process does not notice; but
-    in a process group of its own it is woken by the kernel, which sends SIGHUP to a stopped group
-    that loses its parent. Ctrl-C at a terminal does not reach such a group: it is the target's.
+    Standard input ends with the target, however it ends. A stopped process does not notice that:
+    the kernel is asked to wake it when its parent goes (and may wake it when only the thread that
+    started it goes, which does no harm). Ctrl-C at a terminal is the target's to handle, and does
+    not reach a process group of our own.
     """
 
     def end(*_: object) -> None:
@@ -78,6 +82,8 @@ def _end_with_parent(settings: ServerSettings) -> None:
 
     os.setpgid(0, 0)
     signal.signal(signal.SIGHUP, end)
+    with contextlib.suppress(AttributeError, OSError):  # not Linux: a stopped draft stays
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
     threading.Thread(target=watch, daemon=True).start()
 
 

@@ -1,0 +1,127 @@
+"""Where the draft runs, on machines that are made up."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_ssd import devices
+from vllm_ssd.devices import DraftDevice, choose_cores, choose_gpu, parse_cores, read_draft_device
+
+
+@pytest.fixture(autouse=True)
+def eight_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "online_cores", lambda: tuple(range(8)))
+
+
+@pytest.mark.parametrize(
+    ("text", "cores"),
+    (("3", (3,)), ("2-5", (2, 3, 4, 5)), ("2-4,8", (2, 3, 4, 8)), (" 1 , 0-1", (0, 1)), ("5-5\n", (5,))),
+)
+def test_core_lists_are_read(text: str, cores: tuple[int, ...]) -> None:
+    """A list of cores as Linux and vLLM write it is misread."""
+    assert parse_cores(text) == cores
+
+
+@pytest.mark.parametrize("text", ("", "a", "1-", "-1", "1,,2", "1;2", "1-2-3", "0x1", "5-2"))
+def test_other_core_lists_are_refused(text: str) -> None:
+    """A typo pins the draft to some other cores."""
+    with pytest.raises(ValueError, match="is not a (core|range)"):
+        parse_cores(text)
+
+
+@given(cores=st.sets(st.integers(0, 500), min_size=1))
+def test_core_lists_come_back(cores: set[int]) -> None:
+    """A core is lost or doubled."""
+    assert parse_cores(",".join(map(str, cores))) == tuple(sorted(cores))
+
+
+@pytest.mark.parametrize(
+    ("setting", "platform", "num_gpus", "device"),
+    (
+        ("auto", "cuda", 2, None),
+        ("auto", "cpu", 0, None),
+        ("cpu:1", "cpu", 0, DraftDevice("cpu", (1,))),
+        ("cpu:2-5", "cuda", 1, DraftDevice("cpu", (2, 3, 4, 5))),
+        ("cuda:1", "cuda", 2, DraftDevice("cuda:1")),
+        ("cuda:0", "cuda", 1, DraftDevice("cuda:0")),
+    ),
+)
+def test_settings_are_read(setting: str, platform: str, num_gpus: int, device: DraftDevice | None) -> None:
+    """A documented device is refused or becomes another one."""
+    assert read_draft_device(setting, platform, num_gpus) == device
+
+
+@pytest.mark.parametrize(
+    ("setting", "platform", "num_gpus", "hint"),
+    (
+        ("cpu", "cpu", 0, "cpu:2-5"),
+        ("cpu:x", "cpu", 0, "cpu:1"),
+        ("cpu:7-8", "cpu", 0, "no core 8; it has 0-7"),
+        ("cuda", "cuda", 2, "cuda:1"),
+        ("cuda:", "cuda", 2, "cuda:1"),
+        ("cuda:-1", "cuda", 2, "cuda:1"),
+        ("cuda:2", "cuda", 2, "the last is 'cuda:1'"),
+        ("cuda:0", "cpu", 0, "built for CPUs"),
+        ("gpu:1", "cuda", 2, "cuda:1"),
+        ("", "cuda", 2, "auto"),
+        ("AUTO", "cuda", 2, "auto"),
+    ),
+)
+def test_wrong_settings_are_refused_by_key(setting: str, platform: str, num_gpus: int, hint: str) -> None:
+    """A device that is not there fails later, in the draft process, or without saying what would be right."""
+    with pytest.raises(ValueError) as caught:
+        read_draft_device(setting, platform, num_gpus)
+    message = str(caught.value)
+    assert message.startswith(f"speculative_config['draft_device'] is {setting!r}: ")
+    assert hint in message
+    assert "\n" not in message and message.endswith(".")
+
+
+def test_the_first_gpu_after_the_targets_is_taken() -> None:
+    """The draft lands on a GPU of the target, though one was free."""
+    assert choose_gpu(num_gpus=4, num_target_gpus=2) == DraftDevice("cuda:2")
+
+
+@pytest.mark.parametrize("num_gpus", (0, 1, 2))
+def test_no_gpu_left_is_refused(num_gpus: int) -> None:
+    """The draft and the target share a GPU without the user knowing."""
+    with pytest.raises(ValueError, match="draft_device.*2 of"):
+        choose_gpu(num_gpus, num_target_gpus=2)
+
+
+@pytest.mark.parametrize(
+    ("bind", "affinity", "cores"),
+    (
+        ("0-5", range(8), (6, 7)),
+        ("0-2|4-6", range(8), (3, 7)),
+        ("0,2,4", range(8), (1, 3, 5, 6, 7)),
+        ("auto", range(8), (7,)),
+        ("auto", (0, 1), (2, 3, 4, 5, 6, 7)),
+        ("nobind", (4, 5, 6, 7), (0, 1, 2, 3)),
+        ("0-3", (0, 1), (4, 5, 6, 7)),
+        ("", range(8), (7,)),
+    ),
+)
+def test_the_cores_that_the_target_leaves(bind: str, affinity: tuple[int, ...], cores: tuple[int, ...]) -> None:
+    """The draft shares cores with the target, or leaves cores idle."""
+    assert choose_cores(bind, affinity) == DraftDevice("cpu", cores)
+
+
+def test_no_core_left_is_refused_with_the_variable_to_set() -> None:
+    """A draft without cores fails in its own process."""
+    with pytest.raises(ValueError, match=r"draft_device.*VLLM_CPU_OMP_THREADS_BIND=0-6"):
+        choose_cores("0-7", range(8))
+
+
+def test_cores_with_gaps_are_named_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The message says that the machine has the very core that it lacks."""
+    monkeypatch.setattr(devices, "online_cores", lambda: (0, 1, 2, 4, 6))
+    with pytest.raises(ValueError, match="no core 3; it has 0-2,4,6"):
+        read_draft_device("cpu:3", "cpu", 0)
+
+
+def test_a_machine_with_one_core_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On one core the draft slows the target down instead of helping it."""
+    monkeypatch.setattr(devices, "online_cores", lambda: (0,))
+    with pytest.raises(ValueError, match="one core"):
+        choose_cores("0", (0,))

@@ -1,0 +1,261 @@
+"""What is measured, and what is decided from it: depth, and what a row does that missed."""
+
+import random
+import statistics
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_ssd.config import SaguaroConfig
+from vllm_ssd.depth import DepthControl
+from vllm_ssd.fallback import FallbackRule
+from vllm_ssd.statistics import Acceptance, LinearTime
+
+K = 4
+seconds = st.floats(1e-6, 10.0)
+
+
+def line(base: float, slope: float, loads: range = range(1, 60)) -> LinearTime:
+    time = LinearTime()
+    for load in loads:
+        time.observe(load, base + slope * load)
+    return time
+
+
+# ---- LinearTime ----
+
+
+@given(base=st.floats(0.001, 1.0), slope=st.floats(0.0, 0.1))
+def test_a_line_is_recovered(base: float, slope: float) -> None:
+    """The time of a batch of another size is estimated wrongly though all measurements agree."""
+    time = line(base, slope)
+    assert time.slope() == pytest.approx(slope, rel=1e-3, abs=1e-9)
+    assert time.seconds(80) == pytest.approx(base + 80 * slope, rel=1e-3)
+
+
+def test_a_line_is_recovered_from_noise() -> None:
+    """A little noise drowns the slope."""
+    generator, time = random.Random(0), LinearTime()
+    for _ in range(300):
+        load = generator.randint(1, 40)
+        time.observe(load, (0.01 + 0.002 * load) * generator.gauss(1.0, 0.05))
+    assert time.slope() == pytest.approx(0.002, rel=0.15)
+
+
+def test_the_recent_past_counts_more() -> None:
+    """The estimate stays with a speed that is long gone."""
+    time = line(0.01, 0.001)
+    for _ in range(10):
+        for load in range(1, 60):
+            time.observe(load, 0.02 + 0.002 * load)
+    assert time.seconds(30) == pytest.approx(0.08, rel=0.05)
+
+
+def test_a_stall_hardly_moves_the_estimate() -> None:
+    """One step of a minute (a swap, a debugger) turns speculation off for good."""
+    time = line(0.01, 0.001)
+    before = time.seconds(30)
+    time.observe(30, 60.0)
+    assert time.seconds(30) < 1.2 * before
+
+
+@given(measured=st.lists(st.tuples(st.integers(1, 100), seconds), max_size=30), load=st.integers(0, 1000))
+def test_no_measurements_make_an_estimate_negative(measured: list[tuple[int, float]], load: int) -> None:
+    """A negative time or slope makes a rate negative, and the decision absurd."""
+    time = LinearTime()
+    for at, took in measured:
+        time.observe(at, took)
+    assert time.known == bool(measured)
+    assert time.slope() >= 0
+    assert time.seconds(load) > 0 if measured else time.seconds(load) == 0
+    assert time.spread >= 0
+
+
+def test_loads_all_alike_have_no_slope() -> None:
+    """A slope is made up from rounding errors."""
+    time = LinearTime()
+    for took in (0.01, 0.02, 0.03):
+        time.observe(7, took)
+    assert time.slope() == 0 == time.spread
+    assert time.seconds(1000) == time.seconds(7)
+
+
+# ---- Acceptance ----
+
+
+@given(outcomes=st.lists(st.tuples(st.integers(0, K), st.integers(0, K)), max_size=50), num_drafts=st.integers(0, K))
+def test_expected_tokens_stay_within_what_is_possible(outcomes: list[tuple[int, int]], num_drafts: int) -> None:
+    """More tokens are expected than were drafted, or fewer with more drafts."""
+    acceptance = Acceptance(K)
+    for drafts, accepted in outcomes:
+        acceptance.observe(drafts, min(accepted, drafts))
+    expected = [acceptance.expected_tokens(n) for n in range(num_drafts + 1)]
+    assert expected == sorted(expected)
+    assert all(1 <= e <= n + 1 for n, e in enumerate(expected))
+    assert 0 <= acceptance.rate <= 1
+
+
+def test_acceptance_follows_what_is_observed() -> None:
+    """The measured acceptance of each position does not reach the estimate."""
+    acceptance = Acceptance(3)
+    for i in range(2000):
+        acceptance.observe(3, (0, 1, 1, 3)[i % 4])  # A_1 = 3/4, A_2 = A_3 = 1/4
+    assert acceptance.expected_tokens(1) == pytest.approx(1.75, abs=0.1)
+    assert acceptance.expected_tokens(3) == pytest.approx(1 + 0.75 + 0.25 + 0.25, abs=0.15)
+
+
+def test_drafts_after_the_first_refused_one_say_nothing() -> None:
+    """Positions that were never judged count as refused."""
+    acceptance = Acceptance(3)
+    before = acceptance.expected_tokens(3) / acceptance.expected_tokens(1)
+    for _ in range(500):
+        acceptance.observe(1, 1)
+    assert acceptance.expected_tokens(3) / acceptance.expected_tokens(1) > before
+
+
+# ---- DepthControl ----
+
+
+def usual_depth(control: DepthControl, rows: int) -> int:
+    """What it chooses in most rounds; now and then it tries something else."""
+    return statistics.mode(control.choose(rows) for _ in range(65))
+
+
+def measured_depth(base: float, slope: float, accepted: int) -> DepthControl:
+    """Control that has seen verify times base + slope · tokens and rows with `accepted` of K drafts right."""
+    control = DepthControl(K)
+    for tokens in range(1, 60):
+        control.observe_verify(tokens, base + slope * tokens)
+        control.observe_outcome(K, accepted)
+    return control
+
+
+def test_full_depth_while_nothing_is_known() -> None:
+    """Speculation does not start."""
+    assert DepthControl(K).choose(rows=8) == K
+
+
+def test_full_depth_where_tokens_are_free() -> None:
+    """Drafts are held back on an idle device."""
+    assert measured_depth(0.03, 0.0, accepted=2).choose(rows=1) == K
+
+
+def test_no_depth_where_every_token_costs_its_share() -> None:
+    """Refused drafts slow a device down that is busy."""
+    assert usual_depth(measured_depth(0.0, 0.01, accepted=0), rows=8) == 0
+
+
+def test_fewer_drafts_where_tokens_cost_something() -> None:
+    """Depth jumps from all to none though the middle is best."""
+    control = DepthControl(K)
+    for i in range(2000):
+        control.observe_verify(1 + i % 40, 0.01 + 0.002 * (1 + i % 40))
+        control.observe_outcome(K, (0, 1, 1, 1)[i % 4])
+    assert 0 < usual_depth(control, rows=2) < K
+
+
+def test_it_looks_again_whether_drafting_pays() -> None:
+    """Once off, speculation stays off although the drafts became good."""
+    control = measured_depth(0.0, 0.01, accepted=0)
+    chosen = [control.choose(rows=8) for _ in range(300)]
+    assert 0 < sum(depth > 0 for depth in chosen) < 30
+
+
+def test_it_tries_another_depth_while_all_loads_were_alike() -> None:
+    """The slope stays unknown because the depth never changes."""
+    control = DepthControl(K)
+    chosen = set()
+    for _ in range(100):
+        control.observe_verify(8 * (1 + K), 0.03)
+        chosen.add(control.choose(rows=8))
+    assert len(chosen) > 1 and K in chosen
+
+
+def test_drafting_comes_back_when_the_probes_go_well() -> None:
+    """Accepted probes do not bring speculation back."""
+    control = measured_depth(0.06, 0.005, accepted=0)
+    assert usual_depth(control, rows=4) == 0
+    for _ in range(4000):
+        if depth := control.choose(rows=4):
+            control.observe_outcome(depth, depth)
+    assert usual_depth(control, rows=4) > 0
+
+
+# ---- FallbackRule ----
+
+
+def rule(depth: DepthControl | None = None, **options) -> FallbackRule:
+    return FallbackRule(SaguaroConfig("draft", K, **options), depth or measured_depth(0.03, 0.0001, accepted=3))
+
+
+def waited(rule: FallbackRule, per_draft: float) -> FallbackRule:
+    for i in range(40):
+        rule.observe_wait(1 + i % K, per_draft * (1 + i % K))
+    return rule
+
+
+@pytest.mark.parametrize(
+    ("options", "hits", "misses", "wanted"),
+    (
+        ({"fallback": "draft"}, [4] * 50, 9, K),
+        ({"fallback": "ngram"}, [], 1, 0),
+        ({"fallback": "none"}, [], 1, 0),
+        ({"fallback": "auto", "fallback_batch_threshold": 4}, [1, 2], 2, K),
+        ({"fallback": "auto", "fallback_batch_threshold": 4}, [1, 2, 3], 2, 0),
+        ({"fallback": "auto", "fallback_batch_threshold": 0}, [], 1, 0),
+        ({"fallback": "draft"}, [1, 2], 0, 0),
+    ),
+)
+def test_settings_decide(options: dict, hits: list[int], misses: int, wanted: int) -> None:
+    """The user's setting is overruled by what was measured."""
+    assert waited(rule(**options), 10.0).drafts_to_wait_for(hits, misses, K) == wanted
+
+
+@pytest.mark.parametrize(("fallback", "takes"), (("auto", True), ("draft", True), ("ngram", True), ("none", False)))
+def test_who_takes_ngrams(fallback: str, takes: bool) -> None:
+    """Rows that cannot wait get no n-grams, or get them against the user's wish."""
+    assert rule(fallback=fallback).takes_ngrams() is takes
+
+
+def test_it_waits_where_waiting_is_cheap() -> None:
+    """A small batch goes on with n-grams that bring nothing, while drafts would come at once."""
+    assert waited(rule(), 0.0005).drafts_to_wait_for([], 1, K) > 0
+
+
+def test_it_does_not_wait_where_waiting_is_dear() -> None:
+    """A whole batch stands still for one row."""
+    assert waited(rule(), 0.05).drafts_to_wait_for([K] * 31, 1, K) == 0
+
+
+def test_good_ngrams_save_the_wait() -> None:
+    """Waiting goes on although n-grams give just as much for nothing."""
+    fallback = waited(rule(), 0.004)
+    assert fallback.drafts_to_wait_for([], 1, K) > 0
+    for _ in range(200):
+        fallback.observe_ngrams(K + 1)
+    assert fallback.drafts_to_wait_for([], 1, K) == 0
+
+
+def test_it_tries_to_wait_before_anything_is_known_and_now_and_then() -> None:
+    """The cost of waiting is never measured, or only once."""
+    fallback = rule()
+    assert fallback.drafts_to_wait_for([K] * 31, 1, K) == K
+    waited(fallback, 0.05)
+    decisions = [fallback.drafts_to_wait_for([K] * 31, 1, K) for _ in range(100)]
+    assert 0 < sum(wanted > 0 for wanted in decisions) <= 5
+
+
+@pytest.mark.parametrize("per_draft", (0.0001, 0.01, 1.0))
+@pytest.mark.parametrize("depth", (1, K))
+def test_it_never_waits_for_more_than_the_depth(per_draft: float, depth: int) -> None:
+    """A row waits for drafts that it may not take."""
+    fallback = waited(rule(), per_draft)
+    assert all(0 <= fallback.drafts_to_wait_for([1], 2, depth) <= depth for _ in range(40))
+
+
+def test_patience_follows_the_measured_wait() -> None:
+    """A draft that hangs holds the target for as long as it likes."""
+    fallback = rule()
+    assert fallback.patience(K) > 0
+    assert waited(fallback, 0.01).patience(K) == pytest.approx(4 * 0.01 * K, rel=0.05)
