@@ -15,7 +15,7 @@ class DraftDevice:
 
 
 def parse_cores(text: str) -> tuple[int, ...]:
-    """"2-5,8" → (2, 3, 4, 5, 8). Raises `ValueError` on anything else."""
+    """ "2-5,8" → (2, 3, 4, 5, 8). Raises `ValueError` on anything else."""
     cores: set[int] = set()
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())

@@ -5,8 +5,6 @@ The target sends one `Round` a step, and never waits for an answer. The draft pu
 arrays, not as pickles. Knows nothing about how bytes are moved (`transport.py`).
 """
 
-from typing import Union
-
 import msgspec
 import numpy as np
 
@@ -95,7 +93,7 @@ class Push(msgspec.Struct, array_like=True, frozen=True, tag=14):
     """What one step of the draft built, for all sequences, and what the draft has spent."""
 
     round_id: int  # the last round taken into account
-    items: list[Union[Branches, Growth]]
+    items: list[Branches | Growth]
     lost: list[int]  # seq_ids the draft cannot draft for; a `Start` may bring them back
     busy_seconds: float  # since its start: forwards of the model
     kv_usage: float  # share of KV slots in use, 0 to 1
@@ -108,14 +106,14 @@ class Idle(msgspec.Struct, array_like=True, frozen=True, tag=15):
 
 
 ToDraft = Round
-ToTarget = Union[Ready, Failed, Push, Idle]
+ToTarget = Ready | Failed | Push | Idle
 
 _encoder = msgspec.msgpack.Encoder()
 _to_draft = msgspec.msgpack.Decoder(ToDraft)
 _to_target = msgspec.msgpack.Decoder(ToTarget)
 
 
-def encode(message: Union[ToDraft, ToTarget]) -> bytes:
+def encode(message: ToDraft | ToTarget) -> bytes:
     """Serialise a message."""
     return _encoder.encode(message)
 

@@ -94,6 +94,6 @@ def describe(totals: dict[str, float]) -> str:
         f"acceptance length {totals['emitted_tokens'] / max(totals['verified_rows'], 1):.2f}, "
         f"fallbacks draft {totals['fallback_draft']:.0f} n-gram {totals['fallback_ngram']:.0f} "
         f"none {totals['fallback_none']:.0f}, per round: verify {1e3 * totals['verify_seconds'] / rounds:.1f} ms, "
-        f"select {1e3 * totals['select_seconds'] / rounds:.2f} ms, wait {1e3 * totals['wait_seconds'] / rounds:.2f} ms, "
-        f"draft {1e3 * totals['draft_seconds'] / rounds:.1f} ms"
+        f"select {1e3 * totals['select_seconds'] / rounds:.2f} ms, "
+        f"wait {1e3 * totals['wait_seconds'] / rounds:.2f} ms, draft {1e3 * totals['draft_seconds'] / rounds:.1f} ms"
     )

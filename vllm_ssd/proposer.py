@@ -156,7 +156,12 @@ class Proposer:
         return proposal
 
     def _fall_back(
-        self, rows: Sequence[Row], proposals: list[Proposal], missed: list[int], limits: list[int], ngrams: NgramProposer
+        self,
+        rows: Sequence[Row],
+        proposals: list[Proposal],
+        missed: list[int],
+        limits: list[int],
+        ngrams: NgramProposer,
     ) -> dict[int, int]:
         """Give the rows that missed n-grams, or decide that they wait: row → drafts to wait for."""
         if not missed:
@@ -190,9 +195,7 @@ class Proposer:
                 continue
             request.has_ngrams = i in missed and i not in waiting
             if self._knows(row):
-                outcomes.append(
-                    Outcome(request.seq_id, row.length, row.emitted, proposal.token_ids, waiting.get(i, 0))
-                )
+                outcomes.append(Outcome(request.seq_id, row.length, row.emitted, proposal.token_ids, waiting.get(i, 0)))
             elif self._draft.state is State.UP and self._fits(row.length):
                 self._queue_start(request, row.history(), proposal.token_ids)
         return outcomes
@@ -240,7 +243,12 @@ class Proposer:
         sampling = request.sampling
         self._starts.append(
             Start(
-                request.seq_id, pack_tokens(token_ids), list(drafts), sampling.temperature, sampling.top_k, sampling.top_p
+                request.seq_id,
+                pack_tokens(token_ids),
+                list(drafts),
+                sampling.temperature,
+                sampling.top_k,
+                sampling.top_p,
             )
         )
         request.known_to = self._draft.incarnation

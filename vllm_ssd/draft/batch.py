@@ -22,6 +22,17 @@ class Group:
     mask: np.ndarray  # [n, S] bool, True: attend
 
 
+def causal_group(token_ids: list[int], known: int, columns: np.ndarray, slots: np.ndarray) -> Group:
+    """Tokens that follow `known` earlier ones, each attending to all before it.
+
+    `columns`: [known + n] slots of the earlier ones and of these.
+    """
+    count = len(token_ids)
+    positions = np.arange(known, known + count)
+    mask = np.arange(known + count)[None, :] <= positions[:, None]
+    return Group(token_ids, positions, slots, columns.copy(), np.arange(known + count), mask)
+
+
 @dataclass
 class FlatBatch:
     """The tensors of one forward, on the model's device; T tokens, B groups."""

@@ -7,26 +7,25 @@ processes or sockets.
 """
 
 import time
-from collections.abc import Iterable
 
 import numpy as np
 import torch
 
 from vllm_ssd.config import SaguaroConfig
-from vllm_ssd.draft.batch import FlatBatch, Group, flatten
+from vllm_ssd.draft.batch import FlatBatch, causal_group, flatten
+from vllm_ssd.draft.drawing import Drawer
+from vllm_ssd.draft.forecast import Forecast
 from vllm_ssd.draft.kv_cache import SlotPool
 from vllm_ssd.draft.sequence import Branch, Candidates, Sequence
-from vllm_ssd.fanout import FanOut, Sharpness, most_probable_outcomes
-from vllm_ssd.messages import Branches, Growth, Law, Outcome, Push, Round, Start, pack_law, unpack_tokens
-from vllm_ssd.sampling import draw, saguaro_law, top_tokens
-from vllm_ssd.statistics import Acceptance, LinearTime
+from vllm_ssd.messages import Branches, Growth, Law, Outcome, Push, Round, Start, unpack_tokens
+from vllm_ssd.sampling import top_tokens
+from vllm_ssd.statistics import LinearTime
 
 _GLUE_LIMIT = 64  # more pending tokens than this are a prefill
 _PREFILL_CHUNK = (16, 512)  # tokens, least and most in one forward
 _PREFILL_SECONDS = 0.25  # a forward must not be longer, or outcomes wait for it
 _BUSY_PREFILL_SECONDS = 0.005  # the same while trees are to be built
 _RECENT_ROUNDS = 1  # a step may bring two rounds: new prompts, then outcomes
-_MAX_FAN_OUT = 32  # candidates kept for each node
 _VERIFY_SHARE = 0.85  # the part of a verify that a tree may take
 
 
@@ -39,17 +38,10 @@ class DraftEngine:
         self._config = config
         self._pool = SlotPool(num_slots)
         self._sequences: dict[int, Sequence] = {}
-        self._fan_out = FanOut(config.fan_out)
-        self._num_candidates = min(config.tree_budget + 1, _MAX_FAN_OUT + 1)
-        self._acceptance = Acceptance(config.num_speculative_tokens)
-        self._sharpness = {False: Sharpness(), True: Sharpness()}  # greedy rows, sampled rows
+        self._forecast = Forecast(config)
+        self._drawer = Drawer(config.draft_top_m, config.saguaro_c, seed)
         self._step_time = LinearTime()  # by number of branches
         self._prefill_time = LinearTime()  # by number of tokens
-        self._generator = torch.Generator()
-        if seed is None:
-            self._generator.seed()
-        else:
-            self._generator.manual_seed(seed)
         self._round_id = -1
         self._depth = config.num_speculative_tokens
         self._verify_seconds = 0.0
@@ -86,28 +78,13 @@ class DraftEngine:
         if sequence is None or len(sequence.tokens) + len(outcome.emitted) != outcome.length:
             self._lose(outcome.seq_id)
             return
-        self._learn(sequence, outcome.emitted)
+        self._forecast.learn(sequence, outcome.emitted)
         sequence.advance(outcome.emitted, outcome.drafts)
         sequence.rest()
         if self._has_room(sequence):
             sequence.wanted = outcome.wanted
             sequence.fork_due = self._depth > 0
         self._touch(sequence)
-
-    def _learn(self, sequence: Sequence, emitted: list[int]) -> None:
-        """Where it stopped, and how well the draft's probabilities foretold it."""
-        if sequence.trunk:
-            self._acceptance.observe(len(sequence.trunk), len(emitted) - 1)
-        sharpness = self._sharpness[sequence.samples]
-        for candidates, token_id in zip(sequence.candidates, emitted):
-            (found,) = np.nonzero(candidates.token_ids[: self._num_candidates] == token_id)
-            if len(found):
-                sharpness.observe(self._scaled(sequence, candidates), int(found[0]))
-
-    def _scaled(self, sequence: Sequence, candidates: Candidates) -> np.ndarray:
-        """Logits of the best candidates at the request's temperature."""
-        logits = candidates.logits[: self._num_candidates]
-        return logits / sequence.temperature if sequence.samples else logits
 
     def _touch(self, sequence: Sequence) -> None:
         sequence.last_round = self._round_id
@@ -193,7 +170,7 @@ class DraftEngine:
                 continue
             known = len(sequence.slots)
             sequence.slots.extend(slots)
-            groups.append(_causal_group(pending, known, sequence.slots.view(), slots))
+            groups.append(causal_group(pending, known, sequence.slots.view(), slots))
             fed.append((sequence, known, len(pending)))
         if not groups:
             return
@@ -222,7 +199,9 @@ class DraftEngine:
                 continue
             if not sequence.trunk:
                 self._items.append(self._branches(sequence, [], []))
-            [token_id], law = self._next_tokens([sequence], [sequence.candidates[-1]], [len(sequence.trunk)])
+            [token_id], law = self._drawer.next_tokens(
+                [sequence], [sequence.candidates[-1]], [len(sequence.trunk)], self._forecast.fan_out()
+            )
             self._items.append(Growth(sequence.seq_id, [token_id], law.get(0)))
             sequence.trunk.append(token_id)
             sequence.wanted -= 1
@@ -232,26 +211,12 @@ class DraftEngine:
         budgets = self._budgets(sequences)
         for sequence, (budget, depth) in zip(sequences, budgets):
             sequence.fork_due = False
-            outcomes = self._outcomes(sequence, budget)
+            outcomes = self._forecast.outcomes(sequence, budget)
             sequence.branches = [Branch(offset, [token_id]) for offset, token_id in outcomes]
             sequence.steps_left = depth if outcomes else 0
             if outcomes:
                 offsets, token_ids = map(list, zip(*outcomes))
                 self._items.append(self._branches(sequence, offsets, token_ids))
-
-    def _outcomes(self, sequence: Sequence, budget: int) -> list[tuple[int, int]]:
-        """The bets of one row: (offset, token)."""
-        if self._fan_out.by_row and len(sequence.candidates) == len(sequence.trunk) + 1:
-            token_ids = np.stack([c.token_ids[: self._num_candidates] for c in sequence.candidates])
-            logits = np.stack([self._scaled(sequence, c) for c in sequence.candidates])
-            sharpness = self._sharpness[sequence.samples].value
-            return most_probable_outcomes(token_ids, logits, sequence.trunk, budget, sharpness)
-        counts = self._fan_out.counts(len(sequence.trunk), budget, self._acceptance.rate)
-        return [
-            (offset, token_id)
-            for offset, count in enumerate(counts)
-            for token_id in _alternatives(sequence, offset, count)
-        ]
 
     def _tree_step(self, sequences: list[Sequence]) -> None:
         """One token for each branch of all sequences, in one flat batch."""
@@ -264,7 +229,7 @@ class DraftEngine:
                 continue
             for branch, slot in zip(sequence.branches, slots.tolist()):
                 branch.slots.append(slot)
-            groups.append(_branch_group(sequence, slots))
+            groups.append(sequence.branch_group(slots))
             grown.append(sequence)
         if not groups:
             return
@@ -272,7 +237,7 @@ class DraftEngine:
         owners = [sequence for sequence in grown for _ in sequence.branches]
         branches = [branch for sequence in grown for branch in sequence.branches]
         depths = [len(branch.tokens) - 1 for branch in branches]
-        token_ids, laws = self._next_tokens(owners, candidates, depths)
+        token_ids, laws = self._drawer.next_tokens(owners, candidates, depths, self._forecast.fan_out())
         for branch, token_id, after in zip(branches, token_ids, candidates):
             branch.candidates.append(after)
             branch.tokens.append(token_id)
@@ -334,89 +299,8 @@ class DraftEngine:
 
     def _width(self) -> int:
         samples = any(sequence.samples for sequence in self._sequences.values())
-        return max(self._num_candidates, self._config.draft_top_m if samples else 1)
+        return max(self._forecast.num_candidates, self._config.draft_top_m if samples else 1)
 
     @staticmethod
     def _candidates(values: np.ndarray, token_ids: np.ndarray) -> list[Candidates]:
         return [Candidates(ids, logits) for ids, logits in zip(token_ids, values)]
-
-    @torch.inference_mode()
-    def _next_tokens(
-        self, owners: list[Sequence], candidates: list[Candidates], depths: list[int]
-    ) -> tuple[list[int], dict[int, Law]]:
-        """The next token of each row (rows of one owner stand together), and the laws by owner's index.
-
-        Greedy owners take the argmax, the others draw from σ_{F,C} of the position `depths`.
-        """
-        token_ids = [int(c.token_ids[0]) for c in candidates]
-        laws: dict[int, Law] = {}
-        for index, (sequence, rows) in enumerate(_runs(owners)):
-            if sequence.samples:
-                columns, ids, probs = self._draw(sequence, candidates[rows.start : rows.stop], depths[rows.start : rows.stop])
-                for row, column, row_ids in zip(rows, columns, ids):
-                    token_ids[row] = int(row_ids[column])
-                laws[index] = pack_law(ids, probs)
-        return token_ids, laws
-
-    def _draw(self, sequence: Sequence, candidates: list[Candidates], depths: list[int]):
-        """Draw a token a row: column indices [n], token ids and probabilities [n, m]."""
-        width = min(self._config.draft_top_m, min(len(c.token_ids) for c in candidates))
-        values = torch.from_numpy(np.stack([c.logits[:width] for c in candidates]))
-        ids = np.stack([c.token_ids[:width] for c in candidates])
-        rows = len(candidates)
-        counts = self._fan_out.counts(
-            self._config.num_speculative_tokens, self._config.tree_budget, self._acceptance.rate
-        )
-        probs = saguaro_law(
-            values,
-            temperature=torch.full((rows,), sequence.temperature),
-            top_k=torch.full((rows,), sequence.top_k),
-            top_p=torch.full((rows,), sequence.top_p),
-            fan_out=torch.tensor([counts[min(depth, len(counts) - 1)] for depth in depths]),
-            saguaro_c=self._config.saguaro_c,
-        )
-        return draw(probs, self._generator).tolist(), ids, probs.numpy()
-
-
-def _runs(owners: list[Sequence]) -> Iterable[tuple[Sequence, range]]:
-    """Each owner with the rows it owns; the rows of an owner are adjacent."""
-    begin = 0
-    for row in range(1, len(owners) + 1):
-        if row == len(owners) or owners[row] is not owners[begin]:
-            yield owners[begin], range(begin, row)
-            begin = row
-
-
-def _alternatives(sequence: Sequence, offset: int, count: int) -> list[int]:
-    """The `count` most probable tokens after trunk[:offset], without the trunk's own next token."""
-    if offset >= len(sequence.candidates):
-        return []
-    token_ids = sequence.candidates[offset].token_ids[: count + 1].tolist()
-    if offset < len(sequence.trunk):
-        token_ids = [token_id for token_id in token_ids if token_id != sequence.trunk[offset]]
-    return token_ids[:count]
-
-
-def _causal_group(token_ids: list[int], known: int, columns: np.ndarray, slots: np.ndarray) -> Group:
-    """Tokens that follow `known` earlier ones, each attending to all before it."""
-    count = len(token_ids)
-    positions = np.arange(known, known + count)
-    mask = np.arange(known + count)[None, :] <= positions[:, None]
-    return Group(token_ids, positions, slots, columns.copy(), np.arange(known + count), mask)
-
-
-def _branch_group(sequence: Sequence, slots: np.ndarray) -> Group:
-    """The tips of all branches: each attends to the trunk above it and to its own tail."""
-    branches = sequence.branches
-    trunk = sequence.slots.view()
-    tails = np.asarray([branch.slots for branch in branches], dtype=np.int64)  # [n, depth]
-    depth = tails.shape[1]
-    above = len(sequence.tokens) + np.asarray([branch.offset for branch in branches])  # [n]
-    mask = np.zeros((len(branches), len(trunk) + tails.size), dtype=bool)
-    mask[:, : len(trunk)] = np.arange(len(trunk))[None, :] < above[:, None]
-    mask[:, len(trunk) :] = np.repeat(np.eye(len(branches), dtype=bool), depth, axis=1)
-    columns = np.concatenate([trunk, tails.reshape(-1)])
-    tail_positions = above[:, None] + np.arange(depth)[None, :]
-    column_positions = np.concatenate([np.arange(len(trunk)), tail_positions.reshape(-1)])
-    tips = [branch.tokens[-1] for branch in branches]
-    return Group(tips, above + depth - 1, slots, columns, column_positions, mask)

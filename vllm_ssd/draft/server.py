@@ -48,7 +48,9 @@ def main() -> int:
     """Run until the target goes; returns the exit status."""
     settings = ServerSettings(**json.loads(sys.stdin.readline()))
     _end_with_parent(settings)
-    logging.basicConfig(level=os.environ.get("VLLM_LOGGING_LEVEL", "INFO").upper(), format="(saguaro draft) %(message)s")
+    logging.basicConfig(
+        level=os.environ.get("VLLM_LOGGING_LEVEL", "INFO").upper(), format="(saguaro draft) %(message)s"
+    )
     channel = Channel(settings.address, bind=False)
     try:
         engine = _load(settings, channel)

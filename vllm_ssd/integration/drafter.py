@@ -109,7 +109,9 @@ class SaguaroDrafter:
             return [[] for _ in batch.req_ids]
         return [proposals[req_id].token_ids if req_id in proposals else [] for req_id in batch.req_ids]
 
-    def _propose(self, batch: Any, requests: dict[str, Any], emitted: Sequence[list[int]], most: int) -> dict[str, Proposal]:
+    def _propose(
+        self, batch: Any, requests: dict[str, Any], emitted: Sequence[list[int]], most: int
+    ) -> dict[str, Proposal]:
         if self._decode_tokens:
             self._proposer.observe_verify(self._decode_tokens, time.perf_counter() - self._step_began)
         places = [i for i in range(len(batch.req_ids)) if emitted[i]]
@@ -146,7 +148,9 @@ class SaguaroDrafter:
 
     # ---- verification ----
 
-    def draft_probs(self, req_ids: Sequence[str], num_drafts: Sequence[int], vocab_size: int, device) -> torch.Tensor | None:
+    def draft_probs(
+        self, req_ids: Sequence[str], num_drafts: Sequence[int], vocab_size: int, device
+    ) -> torch.Tensor | None:
         """q of the scheduled drafts: [sum(num_drafts), vocab_size] float32; None if all are one-hot.
 
         A draft without a law, or other than the one offered, is verified one-hot, which is exact

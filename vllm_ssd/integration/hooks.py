@@ -68,8 +68,7 @@ HOOKS = (
     Hook(
         "vllm.v1.worker.gpu_model_runner",
         "GPUModelRunner._sample",
-        "overridden: a step without drafts is sampled as without speculation "
-        "(with top-k the CPU build crashes on it)",
+        "overridden: a step without drafts is sampled as without speculation (with top-k the CPU build crashes on it)",
         _V2,
         ("logits", "spec_decode_metadata"),
     ),

@@ -64,7 +64,11 @@ def _check_models(config: SaguaroConfig, target: Any) -> int:
     try:
         draft = AutoConfig.from_pretrained(config.model, **options).get_text_config()
     except Exception as error:  # transformers raises many kinds
-        what = "does not exist" if _looks_like_path(config.model) and not os.path.exists(config.model) else "has no readable config"
+        what = (
+            "does not exist"
+            if _looks_like_path(config.model) and not os.path.exists(config.model)
+            else "has no readable config"
+        )
         raise ValueError(
             f"speculative_config['model'] is {config.model!r}, which {what} "
             f"({str(error).splitlines()[0]}); give a folder or a hub name of a transformers model."
@@ -97,7 +101,8 @@ def _worker_class(parallel: Any) -> str:
 
     if parallel.worker_cls != "auto":
         raise ValueError(
-            f"worker_cls is {parallel.worker_cls!r}: method 'saguaro' brings its own worker; leave worker_cls at 'auto'."
+            f"worker_cls is {parallel.worker_cls!r}: method 'saguaro' brings its own worker; "
+            "leave worker_cls at 'auto'."
         )
     name = "SaguaroCPUWorker" if current_platform.is_cpu() else "SaguaroGPUWorker"
     return f"vllm_ssd.integration.worker.{name}"

@@ -36,7 +36,12 @@ class SaguaroRunner:
         return common_attn_metadata is not None
 
     def propose_draft_token_ids(
-        self, scheduler_output: Any, sampled_token_ids: list[list[int]], sampling_metadata: Any, *args: Any, **kwargs: Any
+        self,
+        scheduler_output: Any,
+        sampled_token_ids: list[list[int]],
+        sampling_metadata: Any,
+        *args: Any,
+        **kwargs: Any,
     ) -> list[list[int]]:
         """Drafts for the next step, ragged, in batch order."""
         most = getattr(scheduler_output, "num_spec_tokens_to_schedule", self.num_spec_tokens)

@@ -1,0 +1,70 @@
+"""Which outcomes of a verification the draft bets on.
+
+Learns from each outcome where verifications stop and how far the draft's probabilities can be
+taken at their word. Knows nothing about KV, models or time.
+"""
+
+import numpy as np
+
+from vllm_ssd.config import SaguaroConfig
+from vllm_ssd.draft.sequence import Candidates, Sequence
+from vllm_ssd.fanout import FanOut, Sharpness, most_probable_outcomes
+from vllm_ssd.statistics import Acceptance
+
+_MAX_FAN_OUT = 32  # alternatives considered at one position
+
+
+class Forecast:
+    """Bets for all sequences."""
+
+    def __init__(self, config: SaguaroConfig) -> None:
+        self.num_candidates = min(config.tree_budget, _MAX_FAN_OUT) + 1
+        """Candidates wanted of each row: the trunk's own token may be among them."""
+        self._fan_out = FanOut(config.fan_out)
+        self._budget = config.tree_budget
+        self._num_drafts = config.num_speculative_tokens
+        self._acceptance = Acceptance(config.num_speculative_tokens)
+        self._sharpness = {False: Sharpness(), True: Sharpness()}  # greedy rows, sampled rows
+
+    def learn(self, sequence: Sequence, emitted: list[int]) -> None:
+        """The verification of `sequence`'s trunk emitted these tokens."""
+        if sequence.trunk:
+            self._acceptance.observe(len(sequence.trunk), len(emitted) - 1)
+        sharpness = self._sharpness[sequence.samples]
+        for candidates, token_id in zip(sequence.candidates, emitted):
+            (found,) = np.nonzero(candidates.token_ids[: self.num_candidates] == token_id)
+            if len(found):
+                sharpness.observe(self._scaled(sequence, candidates), int(found[0]))
+
+    def outcomes(self, sequence: Sequence, budget: int) -> list[tuple[int, int]]:
+        """At most `budget` bets: (drafts accepted, token that follows)."""
+        if self._fan_out.by_row and len(sequence.candidates) == len(sequence.trunk) + 1:
+            token_ids = np.stack([c.token_ids[: self.num_candidates] for c in sequence.candidates])
+            logits = np.stack([self._scaled(sequence, c) for c in sequence.candidates])
+            sharpness = self._sharpness[sequence.samples].value
+            return most_probable_outcomes(token_ids, logits, sequence.trunk, budget, sharpness)
+        counts = self._fan_out.counts(len(sequence.trunk), budget, self._acceptance.rate)
+        return [
+            (offset, token_id)
+            for offset, count in enumerate(counts)
+            for token_id in _alternatives(sequence, offset, count)
+        ]
+
+    def fan_out(self) -> list[int]:
+        """F by position for Saguaro sampling: what a full trunk would get."""
+        return self._fan_out.counts(self._num_drafts, self._budget, self._acceptance.rate)
+
+    def _scaled(self, sequence: Sequence, candidates: Candidates) -> np.ndarray:
+        """Logits of the best candidates at the request's temperature."""
+        logits = candidates.logits[: self.num_candidates]
+        return logits / sequence.temperature if sequence.samples else logits
+
+
+def _alternatives(sequence: Sequence, offset: int, count: int) -> list[int]:
+    """The `count` most probable tokens after trunk[:offset], without the trunk's own next token."""
+    if offset >= len(sequence.candidates):
+        return []
+    token_ids = sequence.candidates[offset].token_ids[: count + 1].tolist()
+    if offset < len(sequence.trunk):
+        token_ids = [token_id for token_id in token_ids if token_id != sequence.trunk[offset]]
+    return token_ids[:count]
