@@ -1,0 +1,142 @@
+"""Sampled text has exactly the target's law: chi-squared tests against the law computed to the end."""
+
+import pytest
+
+from .engine import EngineProcess, saguaro
+from .tiny import LENGTH, P_VALUE, PROMPT, REPETITIVE_PROMPT, VOCAB, Law, p_values
+
+SAMPLES = 2000
+VARIANTS = {
+    "plain": {"temperature": 1.0},
+    "cool": {"temperature": 0.6},
+    "top_k": {"temperature": 1.0, "top_k": 5},
+    "top_p": {"temperature": 1.3, "top_p": 0.8},
+    "top_k and top_p": {"temperature": 0.8, "top_k": 7, "top_p": 0.9},
+}
+
+
+@pytest.fixture(scope="module")
+def laws(tiny_pair):
+    """Exact laws by prompt."""
+    return {name: Law(tiny_pair[0], prompt) for name, prompt in PROMPTS.items()}
+
+
+PROMPTS = {"plain": PROMPT, "repetitive": REPETITIVE_PROMPT}
+
+
+def start(tiny_pair, patches=(), **options) -> EngineProcess:
+    target, draft = tiny_pair
+    config = saguaro(draft, 3, draft_dtype="float32", draft_top_m=VOCAB, **{"tree_budget": 12, **options})
+    return EngineProcess(config, model=target, max_model_len=64, patches=patches)
+
+
+def sampling_requests(count: int, prompt: list[int], **params) -> list[dict]:
+    """They leave at different lengths, so that the rows of a batch stand at different places."""
+    return [
+        {"id": f"s{i}", "prompt": prompt, "params": {"ignore_eos": True, "max_tokens": LENGTH + i % 4, **params}}
+        for i in range(count)
+    ]
+
+
+def heads(results: list[dict]) -> list[list[int]]:
+    return [result["outputs"][0]["token_ids"][:LENGTH] for result in results]
+
+
+def sample(engine: EngineProcess, count: int, prompt: list[int], batch: int = 8, **params) -> list[list[int]]:
+    """The first tokens of `count` continuations."""
+    return heads(engine.generate(sampling_requests(count, prompt, **params), sequential=batch == 1, settled=batch == 1))
+
+
+def check_law(continuations: list[list[int]], joint, what: str) -> None:
+    found = p_values(continuations, joint)
+    assert min(found) > P_VALUE, f"{what}: p-values of successive pairs {found}"
+
+
+def check_drafts_took_part(before: dict, after: dict) -> None:
+    accepted, drafted = (after[key] - before[key] for key in ("accepted_tokens", "drafted_tokens"))
+    assert drafted > 400, "too few drafts to say anything about them"
+    assert 0.1 < accepted / drafted < 0.9
+
+
+@pytest.fixture(scope="module")
+def waiting_engine(tiny_pair):
+    """Rows that miss wait for the draft: nearly every token is verified against a drawn draft."""
+    with start(tiny_pair, fallback="draft") as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def half_c_engine(tiny_pair):
+    """Saguaro sampling with C = 0.5."""
+    with start(tiny_pair, fallback="draft", saguaro_c=0.5) as engine:
+        yield engine
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_law_in_a_batch(waiting_engine, laws, variant):
+    before = waiting_engine.stats()
+    found = sample(waiting_engine, SAMPLES, PROMPT, **VARIANTS[variant])
+    check_law(found, laws["plain"].joint(**VARIANTS[variant]), variant)
+    check_drafts_took_part(before, waiting_engine.stats())
+
+
+def test_law_alone(waiting_engine, laws):
+    before = waiting_engine.stats()
+    check_law(sample(waiting_engine, 1000, PROMPT, batch=1, temperature=1.0), laws["plain"].joint(), "batch 1")
+    after = waiting_engine.stats()
+    check_drafts_took_part(before, after)
+    assert after["hits"] > before["hits"], "no tree took part"
+
+
+@pytest.mark.parametrize("batch", (1, 8))
+def test_law_with_half_c(half_c_engine, laws, batch):
+    before = half_c_engine.stats()
+    found = sample(half_c_engine, 1000 if batch == 1 else SAMPLES, PROMPT, batch=batch, temperature=1.0)
+    check_law(found, laws["plain"].joint(), f"C = 0.5, batch {batch}")
+    check_drafts_took_part(before, half_c_engine.stats())
+
+
+def test_law_with_half_c_and_top_k(half_c_engine, laws):
+    variant = VARIANTS["top_k and top_p"]
+    found = sample(half_c_engine, SAMPLES, PROMPT, **variant)
+    check_law(found, laws["plain"].joint(**variant), "C = 0.5, top_k and top_p")
+
+
+def test_law_with_ngram_rows_mixed_in(tiny_pair, laws):
+    with start(tiny_pair, fallback="ngram", prompt_lookup_min=1, tree_budget=2) as engine:
+        for name, prompt in PROMPTS.items():
+            before = engine.stats()
+            found = sample(engine, SAMPLES, prompt, temperature=1.0)
+            after = engine.stats()
+            check_law(found, laws[name].joint(), f"n-grams, {name} prompt")
+            if name == "repetitive":
+                assert after["fallback_ngram"] - before["fallback_ngram"] > 300
+                assert after["hits"] + after["part_hits"] > before["hits"] + before["part_hits"], "only n-grams"
+
+
+def test_law_of_measured_fallback(tiny_pair, laws):
+    """fallback "auto": waiting or not depends on times, which must not show."""
+    with start(tiny_pair) as engine:
+        found = sample(engine, SAMPLES, REPETITIVE_PROMPT, temperature=1.0)
+    check_law(found, laws["repetitive"].joint(), "fallback auto")
+
+
+def test_law_of_mixed_rows_that_join_and_leave(waiting_engine, laws):
+    """Greedy rows and rows of two samplings in one batch; one joins every step or so."""
+    kinds = [{"temperature": 1.0}, {"temperature": 0}, VARIANTS["top_k"], {"temperature": 0}]
+    requests = sampling_requests(2 * SAMPLES, PROMPT)
+    for place, request in enumerate(requests):
+        request["params"].update(kinds[place % 4])
+        request["arrive"] = place * 2 // 5
+    found = heads(waiting_engine.generate(requests))
+    greedy = laws["plain"].greedy()
+    assert all(tokens == greedy for tokens in found[1::2])
+    for place in (0, 2):
+        check_law(found[place::4], laws["plain"].joint(**kinds[place]), f"mixed rows, {kinds[place]}")
+
+
+@pytest.mark.parametrize("patch", ("flat_q", "q_of_another_row"))
+def test_the_test_notices_a_wrong_q(tiny_pair, laws, patch):
+    with start(tiny_pair, patches=(patch,), fallback="draft") as engine:
+        found = p_values(sample(engine, SAMPLES, PROMPT, temperature=1.0), laws["plain"].joint())
+    assert min(found) < P_VALUE
