@@ -39,7 +39,7 @@ class SaguaroConfig:
     draft_start_timeout: float = 600.0
     """Seconds to wait for the draft to load before the start is given up."""
 
-    tree_budget: int = 24
+    tree_budget: int = 32
     """Branches the draft may build for a request in a round; fewer when time is short."""
     fan_out: str | tuple[int, ...] = "measured"
     """How branches are spread over the K+1 positions where a verification may stop: "measured"

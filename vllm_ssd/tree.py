@@ -21,22 +21,40 @@ _REMEMBERED_ROUNDS = 8
 class Node:
     """A token after the prefix that leads to it."""
 
-    __slots__ = ("children", "draft", "law", "token_id")
+    __slots__ = ("_others", "draft", "law", "token_id")
 
     def __init__(self, token_id: int) -> None:
         self.token_id = token_id
-        self.children: dict[int, Node] = {}
         self.draft: Node | None = None
         """The child to hand out as a draft: the first one drawn here, whatever it came out as."""
         self.law: TokenLaw | None = None
         """What this token was drawn from; None: verified one-hot."""
+        self._others: dict[int, Node] | None = None  # children by token; most nodes have none but the draft
+
+    def find(self, token_id: int) -> "Node | None":
+        """The child with this token, if there is one."""
+        if self.draft is not None and self.draft.token_id == token_id:
+            return self.draft
+        return None if self._others is None else self._others.get(token_id)
 
     def child(self, token_id: int) -> "Node":
         """The child with this token, made if it is not there."""
-        node = self.children.get(token_id)
+        node = self.find(token_id)
         if node is None:
-            node = self.children[token_id] = Node(token_id)
+            node = Node(token_id)
+            if self._others is None:
+                self._others = {}
+            self._others[token_id] = node
         return node
+
+    def add_draft(self, token_id: int, law: "TokenLaw | None") -> "Node":
+        """The child that was drawn here; the first one stays the draft, with its law."""
+        if self.draft is not None:
+            return self.child(token_id)
+        node = self.find(token_id)
+        self.draft = Node(token_id) if node is None else node
+        self.draft.law = law
+        return self.draft
 
 
 @dataclass(frozen=True)
@@ -61,7 +79,7 @@ class SpeculationTree:
         """Walk down by the tokens that a verification emitted; True if the walk stayed in the tree."""
         stayed = True
         for token_id in emitted:
-            stayed = stayed and token_id in self._root.children
+            stayed = stayed and self._root.find(token_id) is not None
             self._root = self._root.child(token_id)
         self.length += len(emitted)
         self._starts.append((self.length, self._root))
@@ -95,11 +113,5 @@ class SpeculationTree:
 
     def grow(self, token_ids: Sequence[int], law: tuple[np.ndarray, np.ndarray] | None) -> None:
         """Append one token to each branch. `law`: [num_branches, m] token ids and probabilities."""
-        for i, token_id in enumerate(token_ids):
-            parent = self._tips[i]
-            node = parent.child(token_id)
-            if parent.draft is None:
-                parent.draft = node
-                if law is not None:
-                    node.law = TokenLaw(law[0][i], law[1][i])
-            self._tips[i] = node
+        laws = [None] * len(token_ids) if law is None else [TokenLaw(*pair) for pair in zip(*law)]
+        self._tips = [tip.add_draft(*drawn) for tip, *drawn in zip(self._tips, token_ids, laws)]

@@ -26,7 +26,7 @@ _PREFILL_CHUNK = (16, 512)  # tokens, least and most in one forward
 _PREFILL_SECONDS = 0.25  # a forward must not be longer, or outcomes wait for it
 _BUSY_PREFILL_SECONDS = 0.005  # the same while trees are to be built
 _RECENT_ROUNDS = 1  # a step may bring two rounds: new prompts, then outcomes
-_VERIFY_SHARE = 0.85  # the part of a verify that a tree may take
+_VERIFY_SHARE = 0.7  # the part of a verify that a tree may take
 
 
 class DraftEngine:

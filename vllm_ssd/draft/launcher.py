@@ -81,7 +81,8 @@ class DraftProcess:
     def start(self) -> None:
         """Start the process; returns at once."""
         self._endpoint = Endpoint()
-        self._channel = Channel(self._endpoint.address, bind=True)
+        # On a CPU the target's cores compute; moving messages is left to the draft's.
+        self._channel = Channel(self._endpoint.address, bind=True, cores=self._device.cores)
         settings = ServerSettings(
             config=dataclasses.asdict(self._config),
             address=self._endpoint.address,
