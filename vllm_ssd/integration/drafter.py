@@ -50,6 +50,8 @@ class SaguaroDrafter:
         self._draft.start()  # loads while the target does
         self._proposer = Proposer(self._config, self._draft)
         self._ngrams = NgramProposer(vllm_config)
+        # Numba compiles at the first look-up, for a second: not while requests are served.
+        self._ngrams.propose(1, [[0]], np.ones(1, np.int32), np.zeros((1, self._max_model_len), np.int32))
         self._log = PeriodicLog()
 
     def load_model(self, *_args: Any, **_kwargs: Any) -> None:
