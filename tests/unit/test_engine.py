@@ -24,6 +24,7 @@ from .test_sampling import reference_law
 
 DRAFT = str(Path(__file__).parents[1] / "data" / "models" / "draft")
 K = 4
+DEPTH = K + 1  # of a branch that has time for the optional step
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 
 
@@ -58,7 +59,7 @@ def test_a_prompt_seeds_branches_for_its_first_token() -> None:
     target.tell([target.start(0, PROMPT)])
     assert target.run()
     assert len(target.branches(0)) == 10
-    assert {len(bet.chain) for bet in target.branches(0)} == {K}
+    assert {len(bet.chain) for bet in target.branches(0)} == {DEPTH}
     assert greedy(PROMPT, 1)[0] in {bet.prefix[-1] for bet in target.branches(0)}
     assert_greedy(target, context_logits, 0.0)
 
@@ -103,7 +104,7 @@ def test_a_branch_never_writes_into_the_trunk() -> None:
     assert target.run()
     trunk_slots = set(model.batches[0].slots.tolist())
     assert len(trunk_slots) == len(PROMPT) + K
-    assert len(model.batches) == 1 + K
+    assert len(model.batches) == 1 + DEPTH
     for tree_step in model.batches[1:]:
         assert trunk_slots.isdisjoint(tree_step.slots.tolist())
 
@@ -122,6 +123,29 @@ def test_a_miss_computes_only_what_is_new() -> None:
     assert_greedy(target, context_logits, 0.0)
 
 
+def test_a_full_hit_needs_no_glue() -> None:
+    """The last draft of a branch is computed only after the outcome, on the critical path."""
+    target, model = make()
+    target.tell([target.start(0, PROMPT, drafts=greedy(PROMPT, K))])
+    assert target.run()
+    bet = target.branches(0)[0]
+    model.batches.clear()
+    target.tell(outcomes=[target.outcome(0, bet.prefix[len(PROMPT) :], bet.chain[:K])])
+    assert target.run()
+    assert [len(batch.token_ids) for batch in model.batches] == [10] * DEPTH  # tree steps only
+    assert_greedy(target, context_logits, 0.0)
+
+
+def test_the_optional_step_is_left_out_when_time_is_short() -> None:
+    """It runs into the next outcome, and holds it up."""
+    target, _ = make()
+    target.tell([target.start(0, PROMPT)])
+    assert target.run()
+    target.tell(outcomes=[target.outcome(0, [5])], verify_seconds=1e-9)
+    assert target.run()
+    assert {len(bet.chain) for bet in target.branches(0)} == {1}  # nor is there time for depth
+
+
 def test_drafts_cut_by_the_scheduler_keep_the_trunk() -> None:
     """The walk ended inside the trunk, and the rest of it is computed again."""
     target, model = make()
@@ -131,7 +155,7 @@ def test_drafts_cut_by_the_scheduler_keep_the_trunk() -> None:
     model.batches.clear()
     target.tell(outcomes=[target.outcome(0, drafts[:2], drafts[2:])])
     assert target.run()
-    assert len(model.batches) == K  # tree steps only
+    assert len(model.batches) == DEPTH  # tree steps only
     assert_greedy(target, context_logits, 0.0)
 
 
@@ -158,7 +182,7 @@ def test_depth_says_how_deep_the_branches_grow() -> None:
     target, _ = make()
     target.tell([target.start(0, PROMPT)], depth=2)
     assert target.run()
-    assert {len(bet.chain) for bet in target.bets} == {2}
+    assert {len(bet.chain) for bet in target.bets} == {2 + 1}
 
 
 def test_depth_zero_idles() -> None:
@@ -187,7 +211,7 @@ def test_a_verify_too_short_for_the_tree_gets_a_narrower_one() -> None:
     target.tell(outcomes=[target.outcome(0, [6])], verify_seconds=1e3)
     assert target.run()
     assert len(target.branches(0)) == 10
-    assert {len(bet.chain) for bet in target.branches(0)} == {K}
+    assert {len(bet.chain) for bet in target.branches(0)} == {DEPTH}
 
 
 # ---- whatever happens, in any order ----
@@ -278,7 +302,7 @@ def test_long_prompts_are_read_in_chunks(length: int) -> None:
     prompt = [i * i % VOCABULARY for i in range(length)]
     target.tell([target.start(0, prompt)])
     assert target.run()
-    reading = [len(batch.token_ids) for batch in model.batches[:-K]]
+    reading = [len(batch.token_ids) for batch in model.batches[:-DEPTH]]
     assert sum(reading) == length
     assert max(reading) <= 512
     assert (len(reading) > 1) == (length > 64)
@@ -290,7 +314,7 @@ def test_trees_grow_while_a_prompt_is_read() -> None:
     target, _ = make()
     target.tell([target.start(0, PROMPT), target.start(1, [1] * 2000)])
     target.run(8)
-    assert {len(bet.chain) for bet in target.branches(0)} == {K}
+    assert {len(bet.chain) for bet in target.branches(0)} == {DEPTH}
     assert not target.branches(1)
     assert target.run()
     assert target.branches(1)
@@ -348,7 +372,7 @@ def test_a_length_that_does_not_agree_is_reported_lost(length: int) -> None:
 
 def test_idle_sequences_are_evicted_and_read_again() -> None:
     """A full KV cache ends drafting, or an evicted sequence comes back with wrong KV."""
-    target, _ = make(num_slots=200)
+    target, _ = make(num_slots=260)
     for seq_id in range(3):
         target.tell([target.start(seq_id, [seq_id] * 50)])
         assert target.run()
@@ -397,7 +421,7 @@ def test_a_prompt_larger_than_the_cache_leaves_the_others_alone() -> None:
     target, _ = make(num_slots=120)
     target.tell([target.start(0, PROMPT), target.start(1, [1] * 300)])
     target.run(200)
-    assert {len(bet.chain) for bet in target.branches(0)} == {K}
+    assert {len(bet.chain) for bet in target.branches(0)} == {DEPTH}
     assert not target.branches(1)
     assert_greedy(target, context_logits, 0.0)
     target.tell(finished=[0, 1])

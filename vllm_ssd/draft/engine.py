@@ -26,7 +26,7 @@ _PREFILL_CHUNK = (16, 512)  # tokens, least and most in one forward
 _PREFILL_SECONDS = 0.25  # a forward must not be longer, or outcomes wait for it
 _BUSY_PREFILL_SECONDS = 0.005  # the same while trees are to be built
 _RECENT_ROUNDS = 1  # a step may bring two rounds: new prompts, then outcomes
-_VERIFY_SHARE = 0.7  # the part of a verify that a tree may take
+_VERIFY_SHARE = 0.82  # the part of a verify that a tree may take
 
 
 class DraftEngine:
@@ -45,6 +45,7 @@ class DraftEngine:
         self._round_id = -1
         self._depth = config.num_speculative_tokens
         self._verify_seconds = 0.0
+        self._verify_began = 0.0
         self._items: list[Branches | Growth] = []
         self._lost: list[int] = []
         self.busy_seconds = 0.0
@@ -56,6 +57,7 @@ class DraftEngine:
         self._round_id = message.round_id
         self._depth = message.depth
         self._verify_seconds = message.verify_seconds
+        self._verify_began = time.perf_counter()
         for seq_id in message.finished:
             if (sequence := self._sequences.pop(seq_id, None)) is not None:
                 sequence.drop_kv()
@@ -144,7 +146,7 @@ class DraftEngine:
                 glue.append(sequence)
             elif sequence.fork_due:
                 forks.append(sequence)
-            elif sequence.steps_left:
+            elif sequence.steps_left > 1 or self._has_time_for_one_more(sequence):
                 growing.append(sequence)
         prefill.sort(key=lambda s: -s.last_round)
         return glue, waiting, growing, prefill, forks
@@ -158,6 +160,14 @@ class DraftEngine:
         began = time.perf_counter()
         self._feed_pending([sequence], tokens)
         self._prefill_time.observe(len(sequence.slots) - before, time.perf_counter() - began)
+
+    def _has_time_for_one_more(self, sequence: Sequence) -> bool:
+        """Whether the last, optional tree step is over before the next outcome, which it would delay."""
+        if sequence.steps_left == 1 and self._verify_seconds > 0:
+            elapsed = time.perf_counter() - self._verify_began
+            if elapsed + self._step_time.seconds(len(sequence.branches)) > self._verify_seconds:
+                sequence.steps_left = 0
+        return sequence.steps_left > 0
 
     def _feed_pending(self, sequences: list[Sequence], limit: int) -> None:
         """Compute the KV of tokens that have none, and the candidates after the last of them."""
@@ -205,6 +215,7 @@ class DraftEngine:
             self._items.append(Growth(sequence.seq_id, [token_id], law.get(0)))
             sequence.trunk.append(token_id)
             sequence.wanted -= 1
+        self._verify_began = time.perf_counter()  # the target waited until now
 
     def _fork(self, sequences: list[Sequence]) -> None:
         """Hang the branches: at row j the top candidates without the trunk's own next token."""
@@ -213,7 +224,9 @@ class DraftEngine:
             sequence.fork_due = False
             outcomes = self._forecast.outcomes(sequence, budget)
             sequence.branches = [Branch(offset, [token_id]) for offset, token_id in outcomes]
-            sequence.steps_left = depth if outcomes else 0
+            # One step more than is handed out: it computes the KV and the candidates of the last
+            # draft, so that a hit needs no glue. If there is no time for it, nothing is late.
+            sequence.steps_left = depth + 1 if outcomes else 0
             if outcomes:
                 offsets, token_ids = map(list, zip(*outcomes))
                 self._items.append(self._branches(sequence, offsets, token_ids))
@@ -259,12 +272,11 @@ class DraftEngine:
         return Branches(sequence.seq_id, self._round_id, len(sequence.tokens), trunk, offsets, token_ids)
 
     def _budgets(self, sequences: list[Sequence]) -> list[tuple[int, int]]:
-        """Branches and depth for each sequence: glue + depth · t_tree(N) must fit one verify."""
+        """Branches and depth for each sequence: depth · t_tree(N) must fit what is left of the verify."""
         width, depth = self._config.tree_budget, max(self._depth, 1)
         if self._verify_seconds > 0 and self._step_time.known:
             rows = max(len(sequences), sum(1 for s in self._sequences.values() if s.steps_left or s.fork_due))
-            glue = self._step_time.seconds(rows)
-            available = _VERIFY_SHARE * self._verify_seconds - glue
+            available = _VERIFY_SHARE * self._verify_seconds - (time.perf_counter() - self._verify_began)
             while width > 1 and depth * self._step_time.seconds(width * rows) > available:
                 width -= 1
             while depth > 1 and depth * self._step_time.seconds(width * rows) > available:
