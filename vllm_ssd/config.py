@@ -73,10 +73,11 @@ class SaguaroConfig:
         Raises `ValueError` for an unknown key, a missing one or a bad value.
         """
         names = [field.name for field in dataclasses.fields(cls)]
+        keys = ["method", *(name for name in names if name != "trust_remote_code")]
         for key in options:
             if key not in names:
-                close = difflib.get_close_matches(key, names, n=1)
-                hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(names)}."
+                close = difflib.get_close_matches(key, keys, n=1)
+                hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(keys)}."
                 raise ValueError(f"speculative_config: unknown key {key!r} for method 'saguaro'; {hint}")
         for key in ("model", "num_speculative_tokens"):
             if options.get(key) is None:
@@ -147,7 +148,8 @@ def _check_fan_out(config: SaguaroConfig) -> None:
         _refuse(
             "fan_out",
             list(value) if isinstance(value, tuple) else value,
-            f"'measured', 'geometric', 'uniform' or a list of {positions} counts (num_speculative_tokens + 1), not all 0",
+            f"'measured', 'geometric', 'uniform' or a list of {positions} counts "
+            "(num_speculative_tokens + 1), not all 0",
         )
 
 

@@ -13,6 +13,10 @@ class DraftDevice:
     name: str  # "cpu" or "cuda:1"
     cores: tuple[int, ...] = ()
 
+    def __str__(self) -> str:
+        """As the option `draft_device` says it."""
+        return f"{self.name}:{_ranges(self.cores)}" if self.cores else self.name
+
 
 def parse_cores(text: str) -> tuple[int, ...]:
     """ "2-5,8" → (2, 3, 4, 5, 8). Raises `ValueError` on anything else."""

@@ -167,20 +167,21 @@ class DraftProcess:
             except msgspec.MsgspecError as error:
                 message = Failed(f"it sent what cannot be read: {error}")
             if isinstance(message, Ready):
-                self._take_ready(message)
-            elif not isinstance(message, Idle):
+                message = self._take_ready(message)
+            if message is not None and not isinstance(message, Idle):
                 yield message
                 if self.state is State.DOWN:
                     return
             data = self._channel.receive()
 
-    def _take_ready(self, message: Ready) -> None:
+    def _take_ready(self, message: Ready) -> Failed | None:
         if message.version != PROTOCOL_VERSION:
-            raise RuntimeError(f"saguaro: the draft speaks protocol {message.version}, this is {PROTOCOL_VERSION}")
+            return Failed(f"it speaks protocol {message.version}, this is {PROTOCOL_VERSION}: another vllm-ssd")
         self.ready = message
         self.state = State.UP
         if self.incarnation > 1:
             logger.info("the draft is back after restart %d", self.restarts)
+        return None
 
     def _check(self) -> None:
         """Notice death and silence. A draft that is up gives a sign of life twice a second."""
@@ -204,8 +205,12 @@ class DraftProcess:
         self._backoff = min(2 * self._backoff, _LAST_BACKOFF)
 
     def _restart_when_due(self) -> None:
-        if time.monotonic() >= self._start_at:
+        if time.monotonic() < self._start_at:
+            return
+        try:
             self.start()
+        except OSError as error:  # no memory, no file handles, no temporary directory
+            self._give_up(f"it cannot be started ({error})")
 
     def _end(self) -> None:
         if self._finalizer is not None:

@@ -26,6 +26,7 @@ logger = logging.getLogger("vllm_ssd.draft")
 
 _IDLE_SIGN_SECONDS = 0.5
 _PR_SET_PDEATHSIG = 1
+_LOG_FORMAT = "(saguaro draft pid=%(process)d) %(levelname)s %(asctime)s %(message)s"
 _NICE = 5  # on a CPU the engine's scheduler may share our cores, and goes first
 
 
@@ -49,7 +50,7 @@ def main() -> int:
     settings = ServerSettings(**json.loads(sys.stdin.readline()))
     _end_with_parent(settings)
     logging.basicConfig(
-        level=os.environ.get("VLLM_LOGGING_LEVEL", "INFO").upper(), format="(saguaro draft) %(message)s"
+        level=os.environ.get("VLLM_LOGGING_LEVEL", "INFO").upper(), format=_LOG_FORMAT, datefmt="%m-%d %H:%M:%S"
     )
     channel = Channel(settings.address, bind=False)
     try:

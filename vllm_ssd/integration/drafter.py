@@ -4,14 +4,13 @@ Rank 0 has the draft process and decides; the other ranks only need the laws tha
 drafts were drawn from, so that all verify alike.
 """
 
-import os
+import logging
 import time
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from vllm import envs
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.platforms import current_platform
 from vllm.v1.spec_decode.ngram_proposer import NgramProposer
@@ -20,6 +19,8 @@ from vllm_ssd import devices
 from vllm_ssd.draft.launcher import DraftProcess
 from vllm_ssd.metrics import PeriodicLog
 from vllm_ssd.proposer import DraftSampling, Proposal, Proposer, Row
+
+logger = logging.getLogger("vllm.saguaro")
 
 
 class SaguaroDrafter:
@@ -32,17 +33,19 @@ class SaguaroDrafter:
         self._group = get_tp_group()
         self._offered: dict[str, Proposal] = {}
         self._scheduled: dict[str, list[int]] = {}
-        self._sampling: dict[str, DraftSampling] = {}
         self._step_began = 0.0
         self._decode_tokens = 0  # tokens of this step if all its rows decode, else 0
         self._proposer: Proposer | None = None
+        self._drafts = False  # this rank has the draft, and nothing of ours went wrong
         if self._group.rank_in_group == 0:
             self._start(vllm_config, spec.real_vocab_size)
 
     def _start(self, vllm_config: Any, real_vocab_size: int) -> None:
         self._draft = DraftProcess(
             self._config,
-            _draft_device(self._config.draft_device, vllm_config.parallel_config.world_size),
+            devices.read_draft_device(
+                self._config.draft_device, current_platform.device_type, torch.cuda.device_count()
+            ),
             vocab_size=real_vocab_size,
             max_num_seqs=vllm_config.scheduler_config.max_num_seqs,
             max_model_len=self._max_model_len,
@@ -53,6 +56,7 @@ class SaguaroDrafter:
         # Numba compiles at the first look-up, for a second: not while requests are served.
         self._ngrams.propose(1, [[0]], np.ones(1, np.int32), np.zeros((1, self._max_model_len), np.int32))
         self._log = PeriodicLog()
+        self._drafts = True
 
     def load_model(self, *_args: Any, **_kwargs: Any) -> None:
         """Wait for the draft; vLLM calls this after it loaded the target."""
@@ -85,16 +89,24 @@ class SaguaroDrafter:
         self._decode_tokens = scheduler_output.total_num_scheduled_tokens if decodes else 0
         for req_id in scheduler_output.finished_req_ids:
             self._offered.pop(req_id, None)
-            self._sampling.pop(req_id, None)
-        for request in scheduler_output.scheduled_new_reqs:
-            self._sampling[request.req_id] = draft_sampling(request.sampling_params)
-        if self._proposer is None:
-            return
+        if self._drafts:
+            try:
+                self._tell_of_requests(scheduler_output)
+            except Exception:
+                self._switch_off()
+
+    def _tell_of_requests(self, scheduler_output: Any) -> None:
         self._proposer.finish(scheduler_output.finished_req_ids)
         for request in scheduler_output.scheduled_new_reqs:
             if request.prompt_token_ids and request.prompt_embeds is None and request.sampling_params is not None:
-                self._proposer.start(request.req_id, request.prompt_token_ids, self._sampling[request.req_id])
+                self._proposer.start(request.req_id, request.prompt_token_ids, draft_sampling(request.sampling_params))
         self._proposer.send_news()
+
+    def _switch_off(self) -> None:
+        """After an error of our own: requests go on without drafts rather than die of it."""
+        logger.exception("saguaro met an internal error; generation goes on without drafts")
+        self._drafts = False
+        self._draft.close()
 
     def draft(self, batch: Any, requests: dict[str, Any], emitted: Sequence[list[int]], most: int) -> list[list[int]]:
         """Drafts for each row of the batch, ragged. `emitted`: tokens of each row, empty if it is not done.
@@ -102,8 +114,11 @@ class SaguaroDrafter:
         On ranks other than 0 the lists are empty: only rank 0's reach the scheduler.
         """
         proposals = {}
-        if self._proposer is not None:
-            proposals = self._propose(batch, requests, emitted, most)
+        if self._drafts:
+            try:
+                proposals = self._propose(batch, requests, emitted, most)
+            except Exception:
+                self._switch_off()
         if self._group.world_size > 1 and not batch.sampling_metadata.all_greedy:
             proposals = self._group.broadcast_object(proposals, src=0)
         self._offered = proposals
@@ -197,15 +212,6 @@ def draft_sampling(params: Any) -> DraftSampling:
         return DraftSampling()
     top_k = params.top_k if params.top_k and params.top_k > 0 else 0
     return DraftSampling(params.temperature, top_k, params.top_p)
-
-
-def _draft_device(setting: str, num_target_devices: int) -> devices.DraftDevice:
-    if current_platform.is_cpu():
-        chosen = devices.read_draft_device(setting, "cpu", 0)
-        return chosen or devices.choose_cores(envs.VLLM_CPU_OMP_THREADS_BIND, os.sched_getaffinity(0))
-    num_gpus = torch.cuda.device_count()
-    chosen = devices.read_draft_device(setting, "cuda", num_gpus)
-    return chosen or devices.choose_gpu(num_gpus, num_target_devices)
 
 
 def _tensor(parts: list[np.ndarray], dtype: type, device) -> torch.Tensor:

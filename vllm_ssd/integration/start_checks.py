@@ -1,10 +1,11 @@
 """What is checked before an engine with saguaro starts; each refusal is one sentence."""
 
+import dataclasses
 import os
 from typing import Any
 
 from vllm_ssd.config import SaguaroConfig
-from vllm_ssd.devices import read_draft_device
+from vllm_ssd.devices import choose_cores, choose_gpu, read_draft_device
 from vllm_ssd.integration.hooks import check_hooks
 
 
@@ -14,10 +15,15 @@ def build(options: dict[str, Any], target_model_config: Any, target_parallel_con
     Raises `ValueError` naming the option, or `RuntimeError` if this vLLM is not supported.
     """
     check_hooks()
+    if "trust_remote_code" in options:
+        raise ValueError(
+            "speculative_config: 'trust_remote_code' is no key of method 'saguaro'; "
+            "the draft follows the target's --trust-remote-code."
+        )
     given = {key: value for key, value in options.items() if key not in ("method", *_FROM_ENGINE)}
     config = SaguaroConfig.from_mapping({**given, "trust_remote_code": target_model_config.trust_remote_code})
     _check_parallel(target_parallel_config)
-    _check_device(config)
+    config = dataclasses.replace(config, draft_device=_draft_device(config, target_parallel_config))
     real_vocab_size = _check_models(config, target_model_config)
 
     from vllm_ssd.integration.speculative_config import make_speculative_config
@@ -26,7 +32,7 @@ def build(options: dict[str, Any], target_model_config: Any, target_parallel_con
     return make_speculative_config(config, target_model_config, target_parallel_config, real_vocab_size)
 
 
-_FROM_ENGINE = ("target_model_config", "target_parallel_config", "trust_remote_code")
+_FROM_ENGINE = ("target_model_config", "target_parallel_config")
 
 
 def _check_parallel(parallel: Any) -> None:
@@ -47,13 +53,18 @@ def _check_parallel(parallel: Any) -> None:
         )
 
 
-def _check_device(config: SaguaroConfig) -> None:
+def _draft_device(config: SaguaroConfig, parallel: Any) -> str:
+    """The device's name, with "auto" resolved to what the target leaves."""
     import torch
+    from vllm import envs
     from vllm.platforms import current_platform
 
     platform = "cpu" if current_platform.is_cpu() else current_platform.device_type
     num_gpus = 0 if platform == "cpu" else torch.cuda.device_count()
-    read_draft_device(config.draft_device, platform, num_gpus)
+    device = read_draft_device(config.draft_device, platform, num_gpus)
+    if device is None and platform == "cpu":
+        device = choose_cores(envs.VLLM_CPU_OMP_THREADS_BIND, os.sched_getaffinity(0))
+    return str(device or choose_gpu(num_gpus, parallel.world_size))
 
 
 def _check_models(config: SaguaroConfig, target: Any) -> int:
@@ -64,14 +75,11 @@ def _check_models(config: SaguaroConfig, target: Any) -> int:
     try:
         draft = AutoConfig.from_pretrained(config.model, **options).get_text_config()
     except Exception as error:  # transformers raises many kinds
-        what = (
-            "does not exist"
-            if _looks_like_path(config.model) and not os.path.exists(config.model)
-            else "has no readable config"
-        )
+        missing = _looks_like_path(config.model) and not os.path.exists(config.model)
+        what = "does not exist" if missing else f"cannot be read ({str(error).splitlines()[0]})"
         raise ValueError(
-            f"speculative_config['model'] is {config.model!r}, which {what} "
-            f"({str(error).splitlines()[0]}); give a folder or a hub name of a transformers model."
+            f"speculative_config['model'] is {config.model!r}, which {what}; "
+            "give a folder or a hub name of a transformers model."
         ) from error
     try:
         draft_tokenizer = AutoTokenizer.from_pretrained(config.model, **options)
