@@ -33,14 +33,18 @@ def parse_cores(text: str) -> tuple[int, ...]:
 
 
 def online_cores() -> tuple[int, ...]:
-    """Cores of this machine that a process may be pinned to."""
-    for path in ("/sys/fs/cgroup/cpuset.cpus.effective", "/sys/devices/system/cpu/online"):
-        try:
-            with open(path) as file:
-                return parse_cores(file.read())
-        except (OSError, ValueError):
-            continue
-    return tuple(sorted(os.sched_getaffinity(0)))
+    """Cores that a process of ours may be pinned to, also where a container allows only some.
+
+    The kernel cuts a wish for all cores to what is allowed; the wish is taken back at once.
+    """
+    own = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, range(os.cpu_count() or 1))
+        return tuple(sorted(os.sched_getaffinity(0)))
+    except OSError:
+        return tuple(sorted(own))
+    finally:
+        os.sched_setaffinity(0, own)
 
 
 def read_draft_device(setting: str, platform: str, num_gpus: int) -> DraftDevice | None:

@@ -95,6 +95,7 @@ class Push(msgspec.Struct, array_like=True, frozen=True, tag=14):
     round_id: int  # the last round taken into account
     items: list[Branches | Growth]
     lost: list[int]  # seq_ids the draft cannot draft for; a `Start` may bring them back
+    declined: list[int]  # seq_ids that wait for drafts which will not come in this round
     busy_seconds: float  # since its start: forwards of the model
     kv_usage: float  # share of KV slots in use, 0 to 1
 

@@ -21,6 +21,7 @@ from vllm_ssd.tree import SpeculationTree, TokenLaw
 
 logger = logging.getLogger("vllm.saguaro")
 
+_MOST_LOSSES = 2  # a sequence that the draft lost so often is not begun again
 _LONGEST_WAIT = 1.0  # seconds a step may wait for JIT drafts, whatever was expected
 
 
@@ -63,6 +64,8 @@ class _Request:
     tree: SpeculationTree
     known_to: int  # incarnation of the draft that has its tokens; 0: none
     has_ngrams: bool = False  # it missed last time and did not wait
+    declined: bool = False  # the drafts it waits for will not come
+    times_lost: int = 0  # the draft could not go on with it
 
 
 NgramProposer = Callable[[Sequence[int]], dict[int, list[int]]]
@@ -108,6 +111,7 @@ class Proposer:
 
     def send_news(self) -> None:
         """Tell the draft of new prompts at once: called before the target's forward."""
+        self._receive()
         self._send([])
 
     def observe_verify(self, num_tokens: int, seconds: float) -> None:
@@ -194,9 +198,10 @@ class Proposer:
             if request is None:
                 continue
             request.has_ngrams = i in missed and i not in waiting
+            request.declined = False
             if self._knows(row):
                 outcomes.append(Outcome(request.seq_id, row.length, row.emitted, proposal.token_ids, waiting.get(i, 0)))
-            elif self._draft.state is State.UP and self._fits(row.length):
+            elif self._draft.state is State.UP and request.times_lost < _MOST_LOSSES:
                 self._queue_start(request, row.history(), proposal.token_ids)
         return outcomes
 
@@ -210,7 +215,7 @@ class Proposer:
             for i, wanted in list(open_rows.items()):
                 request = self._requests[rows[i].req_id]
                 proposals[i] = _proposal(request, wanted)
-                if len(proposals[i].token_ids) >= wanted or not self._knows(rows[i]):
+                if len(proposals[i].token_ids) >= wanted or request.declined or not self._knows(rows[i]):
                     del open_rows[i]
         if self._draft.state is State.UP:
             self._fallback.observe_wait(max(waiting.values()), time.perf_counter() - began)
@@ -236,6 +241,10 @@ class Proposer:
         for seq_id in push.lost:
             if (request := self._by_seq_id.get(seq_id)) is not None:
                 request.known_to = 0
+                request.times_lost += 1
+        for seq_id in push.declined:
+            if (request := self._by_seq_id.get(seq_id)) is not None:
+                request.declined = True
 
     def _queue_start(self, request: _Request, token_ids: Sequence[int], drafts: Sequence[int] = ()) -> None:
         if self._draft.state is not State.UP or not self._fits(len(token_ids)):

@@ -75,7 +75,7 @@ def test_draft_with_another_tokenizer(tmp_path):
 
 
 def test_folder_without_a_model(tmp_path):
-    assert "no readable config" in refusal(saguaro(tmp_path))
+    assert "cannot be read" in refusal(saguaro(tmp_path))
 
 
 def test_vllm_without_a_hook(monkeypatch):
@@ -104,7 +104,7 @@ def parsed(*arguments: str):
     return args.create_engine_config().speculative_config
 
 
-OPTIONS = saguaro(num_speculative_tokens=4, saguaro_c=0.5, fan_out="uniform", tree_budget=7)
+OPTIONS = saguaro(num_speculative_tokens=4, saguaro_c=0.5, fan_out="uniform", tree_budget=7, draft_device="cpu:1")
 
 
 def test_json_dotted_and_yaml_parse_alike(tmp_path):
@@ -122,6 +122,22 @@ def test_json_dotted_and_yaml_parse_alike(tmp_path):
 def test_wrong_type_names_the_key():
     with pytest.raises(ValueError, match="tree_budget"):
         parsed("--speculative-config", json.dumps({**OPTIONS, "tree_budget": "7"}))
+
+
+def test_auto_becomes_the_cores_that_the_target_leaves(monkeypatch):
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0")
+    assert parsed("--speculative-config", json.dumps(saguaro())).saguaro.draft_device == "cpu:1"
+
+
+def test_auto_is_refused_where_the_target_takes_every_core(monkeypatch):
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0-1")
+    with pytest.raises(ValueError, match="takes all cores"):
+        parsed("--speculative-config", json.dumps(saguaro()))
+
+
+def test_trust_remote_code_is_the_targets():
+    with pytest.raises(ValueError, match="--trust-remote-code"):
+        parsed("--speculative-config", json.dumps(saguaro(trust_remote_code=True)))
 
 
 # ---- installed, but not asked for ----

@@ -29,7 +29,7 @@ class ContextModel:
     """
 
     device = torch.device("cpu")
-    vocab_size = VOCABULARY
+    vocab_size = num_embeddings = VOCABULARY
 
     def __init__(self, num_slots: int, max_length: int = 100_000) -> None:
         self.max_length = max_length
@@ -82,6 +82,7 @@ class Target:
         self.bets: list[Bet] = []
         self.forks: list[Fork] = []
         self.lost: list[int] = []
+        self.declined: list[int] = []
         self.pushes: list[Push] = []
         self._open: dict[int, list[Bet]] = {}
         self._round_id = 0
@@ -135,6 +136,7 @@ class Target:
     def _take(self, push: Push) -> None:
         self.pushes.append(push)
         self.lost.extend(push.lost)
+        self.declined.extend(push.declined)
         for item in push.items:
             if isinstance(item, Branches):
                 self._hang(item)

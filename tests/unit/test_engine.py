@@ -367,6 +367,26 @@ def test_a_length_that_does_not_agree_is_reported_lost(length: int) -> None:
     assert usage(target) == 0.0
 
 
+def test_a_token_that_the_draft_has_no_embedding_for_is_reported_lost() -> None:
+    """The target's padded vocabulary is larger, and one such token ends the draft for all requests."""
+    target, _ = make()
+    target.tell([target.start(0, [1, 2, VOCABULARY]), target.start(1, PROMPT)])
+    assert target.run()
+    target.tell(outcomes=[target.outcome(1, [VOCABULARY + 5])])
+    assert target.run()
+    assert target.lost == [0, 1]
+    assert usage(target) == 0.0
+
+
+def test_a_row_whose_prompt_is_still_read_declines() -> None:
+    """The target waits in vain for JIT drafts of a prompt that the draft has not read yet."""
+    target, _ = make()
+    target.tell([target.start(0, [1] * 500)])
+    target.tell(outcomes=[target.outcome(0, [5], wanted=K)])
+    target.run(1)
+    assert target.declined == [0]
+
+
 # ---- the KV cache is nearly full ----
 
 
@@ -411,6 +431,8 @@ def test_a_jit_row_without_room_is_given_up(num_slots: int) -> None:
     target.run(50)
     target.tell(outcomes=[target.outcome(0, [5], wanted=K)])
     target.run(50)
+    served = sum(len(bet.chain) for bet in target.bets if bet.prefix == (*PROMPT[:7], 5))
+    assert served >= K or target.declined == [0], "the target waits for nothing"
     assert_greedy(target, context_logits, 0.0)
     target.tell(finished=[0])
     assert usage(target) == 0.0

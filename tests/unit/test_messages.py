@@ -29,9 +29,9 @@ TO_TARGET = [
     Ready(messages.PROTOCOL_VERSION, 1000, 2048, "cpu", "float32"),
     Failed("no such model"),
     Idle(3),
-    Push(4, [], [], 0.0, 0.0),
+    Push(4, [], [], [], 0.0, 0.0),
     Push(
-        5, [Branches(1, 5, 9, [2, 3], [0, 2], [8, 9]), Growth(1, [4, 5], None), Growth(2, [6, 7], LAW)], [3], 1.5, 0.5
+        5, [Branches(1, 5, 9, [2, 3], [0, 2], [8, 9]), Growth(1, [4, 5], None), Growth(2, [6, 7], LAW)], [3], [2], 1.5, 0.5
     ),
 ]
 small = st.integers(0, 2**31 - 1)
@@ -106,7 +106,7 @@ def test_laws_survive_bit_by_bit(shape: tuple[int, int], seed: int) -> None:
     token_ids = generator.integers(0, 2**17, shape)
     probs = generator.dirichlet(np.ones(shape[1]), shape[0]).astype(np.float32)
     law = messages.pack_law(token_ids, probs)
-    growth = messages.decode_to_target(messages.encode(Push(0, [Growth(0, [1], law)], [], 0.0, 0.0))).items[0]
+    growth = messages.decode_to_target(messages.encode(Push(0, [Growth(0, [1], law)], [], [], 0.0, 0.0))).items[0]
     found_ids, found_probs = messages.unpack_law(growth.law, shape[0])
     assert found_ids.tolist() == token_ids.tolist()
     assert found_probs.tobytes() == probs.tobytes()

@@ -38,9 +38,9 @@ class FakeDraft:
         pushes, self._pushes = self._pushes, []
         yield from pushes
 
-    def push(self, *items: Branches | Growth, lost: Sequence[int] = ()) -> None:
+    def push(self, *items: Branches | Growth, lost: Sequence[int] = (), declined: Sequence[int] = ()) -> None:
         """Have these ready at the next `receive`."""
-        self._pushes.append(Push(0, list(items), list(lost), 0.0, 0.0))
+        self._pushes.append(Push(0, list(items), list(lost), list(declined), 0.0, 0.0))
 
     def build(self, seq_id: int, length: int, trunk: list[int], branches: dict[tuple[int, int], list[int]]) -> None:
         """Push branches, (offset, first token) → chain, all chains of one length."""
@@ -309,13 +309,13 @@ def test_a_wait_that_takes_too_long_ends_with_what_is_there(monkeypatch: pytest.
     game.assert_totals(misses=2, fallback_draft=2, accepted_tokens=1)
 
 
-@pytest.mark.parametrize("how", ("down", "lost"))
-def test_a_wait_ends_when_the_draft_goes_down_or_loses_the_row(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("how", ("down", "lost", "declined"))
+def test_a_wait_ends_when_nothing_will_come(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A row waits for a draft that will not answer."""
     monkeypatch.setattr("vllm_ssd.proposer._LONGEST_WAIT", 600.0)
     monkeypatch.setattr("vllm_ssd.fallback._UNKNOWN_PATIENCE", 600.0)
     game = waiting_game()
-    game.draft.on_wait = game.draft.go_down if how == "down" else lambda: game.draft.push(lost=[0])
+    game.draft.on_wait = game.draft.go_down if how == "down" else lambda: game.draft.push(**{how: [0]})
     [proposal] = game.propose(game.row("a", [5]))
     assert proposal.token_ids == []
     assert len(game.draft.timeouts) == 1

@@ -33,7 +33,9 @@ class DraftEngine:
     """Trees for all sequences of one target."""
 
     def __init__(self, model, config: SaguaroConfig, num_slots: int, seed: int | None = None) -> None:
-        """`model`: a `DraftModel`, or anything with its `forward`, `vocab_size`, `max_length`, `device`."""
+        """`model`: a `DraftModel`, or anything with its `forward`, `vocab_size`, `num_embeddings`,
+        `max_length` and `device`.
+        """
         self._model = model
         self._config = config
         self._pool = SlotPool(num_slots)
@@ -48,6 +50,7 @@ class DraftEngine:
         self._verify_began = 0.0
         self._items: list[Branches | Growth] = []
         self._lost: list[int] = []
+        self._declined: list[int] = []
         self.busy_seconds = 0.0
 
     # ---- what the target tells ----
@@ -83,16 +86,26 @@ class DraftEngine:
         self._forecast.learn(sequence, outcome.emitted)
         sequence.advance(outcome.emitted, outcome.drafts)
         sequence.rest()
+        sequence.wanted = outcome.wanted
         if self._has_room(sequence):
-            sequence.wanted = outcome.wanted
             sequence.fork_due = self._depth > 0
+        else:
+            self._decline(sequence)
         self._touch(sequence)
 
     def _touch(self, sequence: Sequence) -> None:
         sequence.last_round = self._round_id
         self._sequences[sequence.seq_id] = sequence
-        if len(sequence.tokens) + 2 * self._config.num_speculative_tokens + 1 > self._model.max_length:
+        too_long = len(sequence.tokens) + 2 * self._config.num_speculative_tokens + 1 > self._model.max_length
+        # The target's padded vocabulary may be larger than the draft's embedding.
+        if too_long or max(sequence.pending, default=0) >= self._model.num_embeddings:
             self._lose(sequence.seq_id)
+
+    def _decline(self, sequence: Sequence) -> None:
+        """The target need not wait: the JIT drafts of this row will not come in this round."""
+        if sequence.wanted:
+            self._declined.append(sequence.seq_id)
+            sequence.wanted = 0
 
     def _lose(self, seq_id: int) -> None:
         self._lost.append(seq_id)
@@ -125,10 +138,10 @@ class DraftEngine:
 
     def take_push(self) -> Push | None:
         """What was built since the last call, or None."""
-        if not self._items and not self._lost:
+        if not self._items and not self._lost and not self._declined:
             return None
-        push = Push(self._round_id, self._items, self._lost, self.busy_seconds, self._pool.usage)
-        self._items, self._lost = [], []
+        push = Push(self._round_id, self._items, self._lost, self._declined, self.busy_seconds, self._pool.usage)
+        self._items, self._lost, self._declined = [], [], []
         return push
 
     def _work(self):
@@ -139,6 +152,7 @@ class DraftEngine:
                 continue
             pending = len(sequence.tokens) + len(sequence.trunk) - len(sequence.slots)
             if pending > _GLUE_LIMIT:
+                self._decline(sequence)
                 prefill.append(sequence)
             elif sequence.wanted and (not pending or sequence.trunk):
                 waiting.append(sequence)
@@ -159,7 +173,8 @@ class DraftEngine:
         before = len(sequence.slots)
         began = time.perf_counter()
         self._feed_pending([sequence], tokens)
-        self._prefill_time.observe(len(sequence.slots) - before, time.perf_counter() - began)
+        if len(sequence.slots) > before:
+            self._prefill_time.observe(len(sequence.slots) - before, time.perf_counter() - began)
 
     def _has_time_for_one_more(self, sequence: Sequence) -> bool:
         """Whether the last, optional tree step is over before the next outcome, which it would delay."""
@@ -176,6 +191,7 @@ class DraftEngine:
             pending = sequence.pending[:limit]
             slots = self._take_slots(len(pending), sequences)
             if slots is None:
+                self._decline(sequence)
                 sequence.drop_kv()
                 continue
             known = len(sequence.slots)
@@ -205,7 +221,8 @@ class DraftEngine:
             self._feed_pending(fed, _GLUE_LIMIT)
         for sequence in sequences:
             if sequence.pending or not sequence.candidates:
-                sequence.rest()  # no room in the KV cache: the target takes its fallback
+                self._decline(sequence)  # no room in the KV cache: the target takes its fallback
+                sequence.rest()
                 continue
             if not sequence.trunk:
                 self._items.append(self._branches(sequence, [], []))

@@ -4,18 +4,21 @@ Nothing here blocks a step of the target, except the wait for readiness at start
 nothing about trees; messages pass through.
 """
 
+import contextlib
 import dataclasses
 import json
 import logging
 import os
 import subprocess
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Iterator
 from enum import Enum
 
 import msgspec
+import zmq
 
 from vllm_ssd.config import SaguaroConfig
 from vllm_ssd.devices import DraftDevice
@@ -27,6 +30,8 @@ logger = logging.getLogger("vllm.saguaro")
 
 _HUNG_SECONDS = 5.0  # silence after which a draft that should answer is given up
 _FIRST_BACKOFF, _LAST_BACKOFF = 1.0, 60.0
+_STEADY_SECONDS = 60.0  # a draft that was up for so long begins with the first back-off again
+_REAP_SECONDS = 0.2  # a killed process that takes longer to go is waited for aside
 # Set by vLLM for the target's own threads; the draft has other cores and its own runtime.
 _TARGET_ONLY_ENVIRONMENT = (
     "LD_PRELOAD",
@@ -66,6 +71,7 @@ class DraftProcess:
         self._channel: Channel | None = None
         self._endpoint: Endpoint | None = None
         self._last_heard = 0.0
+        self._up_since = 0.0
         self._finalizer: weakref.finalize | None = None
 
     @property
@@ -95,9 +101,14 @@ class DraftProcess:
         environment = {k: v for k, v in os.environ.items() if k not in _TARGET_ONLY_ENVIRONMENT}
         if self._device.cores:
             environment["OMP_NUM_THREADS"] = str(len(self._device.cores))
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "vllm_ssd.draft.server"], stdin=subprocess.PIPE, env=environment
-        )
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "vllm_ssd.draft.server"], stdin=subprocess.PIPE, env=environment
+            )
+        except OSError:
+            self._channel.close()
+            self._endpoint.remove()
+            raise
         self._finalizer = weakref.finalize(self, _end, os.getpid(), self._process, self._channel, self._endpoint)
         self._process.stdin.write(json.dumps(dataclasses.asdict(settings)).encode() + b"\n")
         self._process.stdin.flush()
@@ -179,6 +190,7 @@ class DraftProcess:
             return Failed(f"it speaks protocol {message.version}, this is {PROTOCOL_VERSION}: another vllm-ssd")
         self.ready = message
         self.state = State.UP
+        self._up_since = time.monotonic()
         if self.incarnation > 1:
             logger.info("the draft is back after restart %d", self.restarts)
         return None
@@ -193,10 +205,10 @@ class DraftProcess:
             self._give_up("it did not load in time")
 
     def _give_up(self, reason: str) -> None:
-        was_up = self.ready is not None
+        was_steady = self.ready is not None and time.monotonic() - self._up_since > _STEADY_SECONDS
         self._end()
         self.state = State.DOWN
-        if was_up:
+        if was_steady:
             self._backoff = _FIRST_BACKOFF
         self._start_at = time.monotonic() + self._backoff
         logger.warning(
@@ -209,7 +221,7 @@ class DraftProcess:
             return
         try:
             self.start()
-        except OSError as error:  # no memory, no file handles, no temporary directory
+        except (OSError, zmq.ZMQError) as error:  # no memory, no file handles, no temporary directory
             self._give_up(f"it cannot be started ({error})")
 
     def _end(self) -> None:
@@ -236,8 +248,12 @@ def _end(owner: int, process: subprocess.Popen, channel: Channel, endpoint: Endp
     if os.getpid() != owner:
         return
     process.kill()
-    process.wait()
-    process.stdin.close()
+    try:
+        process.wait(_REAP_SECONDS)
+    except subprocess.TimeoutExpired:  # its device is slow to let go of it, or hangs
+        threading.Thread(target=process.wait, daemon=True).start()
+    with contextlib.suppress(OSError):
+        process.stdin.close()
     channel.close()
     endpoint.remove()
 

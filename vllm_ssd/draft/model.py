@@ -38,6 +38,7 @@ class DraftModel:
         text_config = model.config.get_text_config()
         self.dtype = model.dtype
         self.max_length: int = text_config.max_position_embeddings
+        self.num_embeddings: int = model.get_input_embeddings().weight.shape[0]
         self._num_layers: int = text_config.num_hidden_layers
         self._num_kv_heads: int = getattr(text_config, "num_key_value_heads", None) or text_config.num_attention_heads
         self._head_dim: int = (

@@ -15,6 +15,7 @@ import signal
 import sys
 import threading
 import time
+from collections import deque
 
 import msgspec
 
@@ -120,6 +121,7 @@ def _serve(channel: Channel, engine) -> None:
     busy = False
     round_id = -1
     last_sign = time.monotonic()
+    outbox: deque[bytes] = deque()  # a target that is idle for long reads nothing; no push may be left out
     while True:
         data = channel.receive(0.0 if busy else _IDLE_SIGN_SECONDS)
         while data is not None:
@@ -131,11 +133,14 @@ def _serve(channel: Channel, engine) -> None:
             data = channel.receive()
         busy = engine.step()
         push = engine.take_push()
-        if push is None and time.monotonic() - last_sign > _IDLE_SIGN_SECONDS:
-            push = Idle(round_id)
-        if push is not None:
+        if push is None and not outbox and time.monotonic() - last_sign > _IDLE_SIGN_SECONDS:
+            channel.send(encode(Idle(round_id)))
             last_sign = time.monotonic()
-            channel.send(encode(push))
+        if push is not None:
+            outbox.append(encode(push))
+        while outbox and channel.send(outbox[0]):
+            outbox.popleft()
+            last_sign = time.monotonic()
 
 
 def _decode(data: bytes) -> Round:

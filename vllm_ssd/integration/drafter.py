@@ -20,6 +20,8 @@ from vllm_ssd.draft.launcher import DraftProcess
 from vllm_ssd.metrics import PeriodicLog
 from vllm_ssd.proposer import DraftSampling, Proposal, Proposer, Row
 
+_MOST_TOP_K = 1 << 30  # more than any vocabulary, and within every integer type
+
 logger = logging.getLogger("vllm.saguaro")
 
 
@@ -210,7 +212,7 @@ def draft_sampling(params: Any) -> DraftSampling:
     """
     if params is None or params.temperature < 1e-5 or params.seed is not None or params.structured_outputs is not None:
         return DraftSampling()
-    top_k = params.top_k if params.top_k and params.top_k > 0 else 0
+    top_k = min(params.top_k, _MOST_TOP_K) if params.top_k and params.top_k > 0 else 0
     return DraftSampling(params.temperature, top_k, params.top_p)
 
 
