@@ -39,8 +39,11 @@ def test_generation_goes_on_and_the_draft_comes_back(engine, baseline, harm):
     while_down = engine.stats()
     assert while_down["draft_up"] and while_down["draft_restarts"] == before["draft_restarts"] + 1
     assert while_down["fallback_ngram"] > before["fallback_ngram"], "n-grams did not take over"
-    found = engine.generate(REQUESTS, sequential=True, settled=True)
-    check_same_tokens(found, expected, f"with a new draft after {harm}")
+    for _ in range(20):  # what was measured meanwhile may first say that drafts do not pay
+        found = engine.generate(REQUESTS, sequential=True, settled=True)
+        check_same_tokens(found, expected, f"with a new draft after {harm}")
+        if engine.stats()["hits"] > while_down["hits"] + 10:
+            break
     assert engine.stats()["hits"] > while_down["hits"] + 10, "the new draft builds no trees"
     assert len(engine.warnings()) == warnings + 1, "one fault, one warning"
     assert len(engine.draft_pids()) == 1
