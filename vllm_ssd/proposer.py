@@ -171,7 +171,8 @@ class Proposer:
         if not missed:
             return {}
         can_wait = [i for i in missed if self._knows(rows[i])]
-        hits = [len(proposals[i].token_ids) for i in range(len(rows)) if i not in set(missed)]
+        missed_rows = set(missed)
+        hits = [len(proposal.token_ids) for i, proposal in enumerate(proposals) if i not in missed_rows]
         wanted = self._fallback.drafts_to_wait_for(hits, len(can_wait), max(limits))
         waiting = {i: min(wanted, limits[i]) for i in can_wait} if wanted else {}
         others = [i for i in missed if i not in waiting]

@@ -236,8 +236,8 @@ class DraftEngine:
 
     def _fork(self, sequences: list[Sequence]) -> None:
         """Hang the branches: at row j the top candidates without the trunk's own next token."""
-        budgets = self._budgets(sequences)
-        for sequence, (budget, depth) in zip(sequences, budgets):
+        budget, depth = self._budget(sequences)
+        for sequence in sequences:
             sequence.fork_due = False
             outcomes = self._forecast.outcomes(sequence, budget)
             sequence.branches = [Branch(offset, [token_id]) for offset, token_id in outcomes]
@@ -288,7 +288,7 @@ class DraftEngine:
         trunk = list(sequence.trunk)
         return Branches(sequence.seq_id, self._round_id, len(sequence.tokens), trunk, offsets, token_ids)
 
-    def _budgets(self, sequences: list[Sequence]) -> list[tuple[int, int]]:
+    def _budget(self, sequences: list[Sequence]) -> tuple[int, int]:
         """Branches and depth for each sequence: depth · t_tree(N) must fit what is left of the verify."""
         width, depth = self._config.tree_budget, max(self._depth, 1)
         if self._verify_seconds > 0 and self._step_time.known:
@@ -298,7 +298,7 @@ class DraftEngine:
                 width -= 1
             while depth > 1 and depth * self._step_time.seconds(width * rows) > available:
                 depth -= 1
-        return [(width, depth)] * len(sequences)
+        return width, depth
 
     def _take_slots(self, count: int, batch: list[Sequence]) -> np.ndarray | None:
         """Slots for a sequence of `batch`; evicts sequences that no recent round had, oldest first."""
