@@ -103,14 +103,14 @@ def test_law_with_half_c_and_top_k(half_c_engine, laws):
 
 
 def test_law_with_ngram_rows_mixed_in(tiny_pair, laws):
-    with start(tiny_pair, fallback="ngram", prompt_lookup_min=1, tree_budget=2) as engine:
+    with start(tiny_pair, fallback="ngram", prompt_lookup_min=1, tree_budget=1) as engine:
         for name, prompt in PROMPTS.items():
             before = engine.stats()
             found = sample(engine, SAMPLES, prompt, temperature=1.0)
             after = engine.stats()
             check_law(found, laws[name].joint(), f"n-grams, {name} prompt")
             if name == "repetitive":
-                assert after["fallback_ngram"] - before["fallback_ngram"] > 300
+                assert after["fallback_ngram"] - before["fallback_ngram"] > 100
                 assert after["hits"] + after["part_hits"] > before["hits"] + before["part_hits"], "only n-grams"
 
 
