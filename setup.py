@@ -32,7 +32,7 @@ setup(
         # gguf, safetensors and transformers are for scripts/models.py; the last two come with vLLM.
         "dev": ["gguf", "hypothesis", "matplotlib", "pytest", "ruff", "scipy"],
     },
-    package_data={"vllm_ssd": ["sdsl/*.txt"]},
+    package_data={"vllm_ssd.sdsl": ["*.txt"]},
     entry_points={
         "console_scripts": ["vllm-ssd = vllm_ssd.cli:main"],
         "vllm.general_plugins": ["saguaro = vllm_ssd.plugin:register"],
