@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from vllm_ssd import __version__
 
 _COMMANDS = {
+    "advise": "which draft for a target, how many drafts a round, and what it would bring",
+    "doctor": "whether this installation, its devices and a pair of models can work",
     "simulate": "SSD, SD and no speculation on devices that are not at hand",
 }
 

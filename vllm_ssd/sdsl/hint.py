@@ -1,0 +1,49 @@
+"""The one line that saguaro may log at its start: this draft is far from what advice would choose.
+
+A pure function of sizes and of what earlier rounds measured. Knows no engine.
+"""
+
+from vllm_ssd.sdsl.sizes import show_size
+
+_FAR = 4.0  # times N_opt, or that part of it
+_LATE = 0.10  # share of the rounds
+_FEW_ACCEPTED = 0.4  # acceptance rate of a draft
+# N_opt = M_0 + μ·M as in `scaling_law.linear_rule`, whose scipy an engine need not have.
+_SLOPE, _START = 2.71e-3, 8.71e7
+_SMALL_TARGET = 1e9  # below it the rule does not hold
+
+
+def size_hint(
+    target_params: float,
+    draft_params: float,
+    num_speculative_tokens: int,
+    late_rate: float | None = None,
+    acceptance: float | None = None,
+    names: tuple[str, str] | None = None,
+) -> str | None:
+    """One line, or None where there is nothing to say.
+
+    Speaks only if the draft is outside a quarter to four times N_opt *and* what was measured agrees:
+    too large and late, or too small and seldom accepted. SSD hides a draft's time, so a large draft
+    that is in time is right. For targets under 1B parameters, where the rule does not hold, measured
+    figures alone never speak.
+
+    `late_rate`: share of the rounds whose tree was not all built; `acceptance`: share of the drafts
+    accepted, given that those before were; None: not measured. `names`: target and draft, for the
+    command in the line.
+    """
+    if target_params < _SMALL_TARGET or draft_params <= 0:
+        return None
+    best = _START + _SLOPE * target_params
+    if draft_params > _FAR * best and late_rate is not None and late_rate > _LATE:
+        what = f"and late in {late_rate:.0%} of the rounds: try a smaller one, or a K under {num_speculative_tokens}"
+    elif draft_params < best / _FAR and acceptance is not None and acceptance < _FEW_ACCEPTED:
+        what = f"and {acceptance:.0%} of its drafts are accepted: try a larger draft"
+    else:
+        return None
+    target, draft = names or ("TARGET", "DRAFT")
+    return (
+        f"Saguaro: the draft ({show_size(draft_params)}) is {draft_params / best:.2g} times the size that scaling laws "
+        f"ask for ({show_size(best)}) {what}. Compare drafts with: "
+        f"vllm-ssd advise --target {target} --draft {draft} OTHERS --measure (size_hint: false silences this line)"
+    )

@@ -1,0 +1,190 @@
+"""How well a draft foretells a target, measured on a text: perplexity, acceptance, ranks.
+
+Both models run as transformers wrote them, on one device; nothing is timed here. The text stands
+for what the target will write: it decides the figures.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from vllm_ssd.sdsl.models import ModelFiles
+
+WINDOW = 256  # tokens
+MOST_DRAFTS = 8  # positions whose acceptance is measured
+MOST_BRANCHES = 32  # candidates whose ranks are counted
+_LEAST_TOKENS = 2 * WINDOW
+_MOST_WINDOWS = 64
+_CONTEXT = 64  # tokens before the drafts of a chain
+_CHAINS_PER_WINDOW = 3
+_WINDOWS_AT_A_TIME = 4
+
+Progress = Callable[[str], None]
+
+
+def default_text() -> str:
+    """The text that comes with the package."""
+    return resources.files("vllm_ssd.sdsl").joinpath("default_text.txt").read_text(encoding="utf-8")
+
+
+def windows_of(text: str, target: ModelFiles) -> torch.Tensor:
+    """The text in the target's tokens: [n, WINDOW] int64, evenly spread where there are many.
+
+    Raises `ValueError` if it is too short.
+    """
+    ids = target.tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+    if len(ids) < _LEAST_TOKENS:
+        raise ValueError(f"the text has {len(ids)} tokens; at least {_LEAST_TOKENS} are needed, better 5000.")
+    limit = int(target.config.max_position_embeddings)
+    if limit < WINDOW + MOST_DRAFTS:
+        raise ValueError(f"{target.name!r} has a context of {limit} tokens; {WINDOW + MOST_DRAFTS} are needed.")
+    windows = torch.tensor(ids[: len(ids) // WINDOW * WINDOW]).view(-1, WINDOW)
+    chosen = np.unique(np.linspace(0, len(windows) - 1, min(len(windows), _MOST_WINDOWS)).astype(int))
+    return windows[chosen]
+
+
+def device() -> torch.device:
+    """An accelerator if there is one."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def load(files: ModelFiles) -> Any:
+    """The model, in its own dtype. Raises `ValueError` if it does not load."""
+    from transformers import AutoModelForCausalLM
+
+    _ = files.num_params  # a folder without weights gets its own sentence
+    try:
+        return AutoModelForCausalLM.from_pretrained(files.name, dtype="auto").to(device()).eval()
+    except Exception as error:
+        reason = (str(error).splitlines() or [""])[0]
+        raise ValueError(f"{files.name!r} cannot be loaded ({reason}).") from error
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What a draft's drafts are worth to a target. Rates within [0, 1]."""
+
+    acceptance: float
+    """α: chance that a token sampled from the draft is accepted, at positions of the text."""
+    by_position: list[float]
+    """The same for the i-th draft of a chain, given that those before were accepted; [MOST_DRAFTS]."""
+    refused_misses: list[float]
+    """Chance that the recovery token is not among the draft's F best other ones; F = 0..MOST_BRANCHES."""
+    bonus_misses: list[float]
+    """The same for the bonus token, among the F best."""
+
+
+@torch.inference_mode()
+def perplexity(model: Any, windows: torch.Tensor) -> float:
+    """exp of the mean negative log-likelihood of each token given those before it in its window."""
+    total, count = 0.0, 0
+    for part in windows.split(_WINDOWS_AT_A_TIME):
+        part = part.to(model.device)
+        logits = model(part).logits[:, :-1].float()
+        total += float(F.cross_entropy(logits.flatten(0, 1), part[:, 1:].flatten(), reduction="sum"))
+        count += part[:, 1:].numel()
+    return float(np.exp(total / count))
+
+
+@torch.inference_mode()
+def agreement(
+    target: Any, draft: Any, windows: torch.Tensor, vocab_size: int, temperature: float, seed: int = 0
+) -> Agreement:
+    """Measure a draft on the text.
+
+    `vocab_size`: ids from here on are padding. `temperature` 0: argmax drafts, accepted if they are
+    the target's argmax; else both laws at that temperature and the usual rejection sampling.
+    """
+    torch.manual_seed(seed)
+    parts = [_on_windows(target, draft, part, vocab_size, temperature) for part in windows.split(_WINDOWS_AT_A_TIME)]
+    weights = np.array([part["count"] for part in parts], dtype=float)
+    refused = np.array([part["refused"] for part in parts])  # [parts], positions' worth of refusals
+    starts = [int(at) for at in np.linspace(_CONTEXT, WINDOW - 1, _CHAINS_PER_WINDOW)]
+    chains = torch.cat([windows[:, at - _CONTEXT : at] for at in starts])
+    return Agreement(
+        acceptance=float(np.average([part["acceptance"] for part in parts], weights=weights)),
+        by_position=_chain_acceptance(target, draft, chains, vocab_size, temperature),
+        refused_misses=_weighted([part["refused_misses"] for part in parts], refused),
+        bonus_misses=_weighted([part["bonus_misses"] for part in parts], weights),
+    )
+
+
+def _laws(model: Any, tokens: torch.Tensor, vocab_size: int, temperature: float) -> torch.Tensor:
+    """[n, T] → next-token probabilities [n, T, V]; one-hot argmax at temperature 0."""
+    logits = model(tokens.to(model.device)).logits[..., :vocab_size].float()
+    if temperature == 0.0:
+        return F.one_hot(logits.argmax(-1), vocab_size).float()
+    return (logits / temperature).softmax(-1)
+
+
+def _on_windows(target: Any, draft: Any, windows: torch.Tensor, vocab_size: int, temperature: float) -> dict[str, Any]:
+    p = _laws(target, windows, vocab_size, temperature).flatten(0, 1)  # [T, V]
+    logits = draft(windows.to(draft.device)).logits[..., :vocab_size].float().flatten(0, 1)
+    best = logits.topk(min(MOST_BRANCHES + 1, vocab_size), dim=-1).indices  # [T, F + 1]
+    if temperature == 0.0:
+        q = F.one_hot(best[:, 0], vocab_size).float()
+    else:
+        q = (logits / temperature).softmax(-1)
+    # α = Σ min(p, q); what is left of p, (p − q)+, is the law of the recovery token.
+    accepted = torch.minimum(p, q).sum(-1)
+    residual = (p - q).clamp_(min=0.0)
+    refused = residual.sum(-1).clamp_(min=1e-12)
+    # The branches at a refused position leave out the refused draft, mostly the best candidate.
+    recovered = residual.gather(-1, best[:, 1:]).cumsum(-1) / refused[:, None]  # [T, F]
+    bonus = p.gather(-1, best[:, :-1]).cumsum(-1)
+    by_refusal = (1.0 - accepted).clamp(min=0.0)
+    refusals = float(by_refusal.sum())
+    return {
+        "count": len(accepted),
+        "refused": refusals,
+        "acceptance": float(accepted.mean()),
+        "refused_misses": _misses((recovered * by_refusal[:, None]).sum(0) / max(refusals, 1e-12)),
+        "bonus_misses": _misses(bonus.mean(0)),
+    }
+
+
+def _misses(hits: torch.Tensor) -> list[float]:
+    """Hit rates for F = 1.. → miss rates for F = 0.."""
+    return [1.0, *(min(max(1.0 - float(hit), 0.0), 1.0) for hit in hits)]
+
+
+def _weighted(rates: Sequence[Sequence[float]], weights: np.ndarray) -> list[float]:
+    if weights.sum() <= 0:  # nothing was ever refused
+        weights = np.ones_like(weights)
+    return [float(value) for value in np.average(np.array(rates), axis=0, weights=weights)]
+
+
+def _chain_acceptance(
+    target: Any, draft: Any, contexts: torch.Tensor, vocab_size: int, temperature: float
+) -> list[float]:
+    """Let the draft go on from contexts [n, C] by MOST_DRAFTS tokens; how often is the i-th accepted?"""
+    contexts = contexts.to(draft.device)
+    sampling = {"do_sample": False} if temperature == 0.0 else {"do_sample": True, "temperature": temperature}
+    tokens = draft.generate(
+        contexts,
+        attention_mask=torch.ones_like(contexts),
+        max_new_tokens=MOST_DRAFTS,
+        min_new_tokens=MOST_DRAFTS,
+        pad_token_id=0,
+        **({"top_k": 0, "top_p": 1.0} if temperature else {"temperature": None, "top_p": None, "top_k": None}),
+        **sampling,
+    )
+    chances = []
+    for part in tokens.split(16):
+        drafted = part[:, contexts.shape[1] :].clamp(max=vocab_size - 1)[..., None]  # [n, K, 1]
+        rows = slice(contexts.shape[1] - 1, -1)
+        p = _laws(target, part, vocab_size, temperature)[:, rows].gather(-1, drafted.to(target.device))[..., 0]
+        q = _laws(draft, part, vocab_size, temperature)[:, rows].gather(-1, drafted)[..., 0]
+        chances.append((p / q.to(p.device).clamp(min=1e-12)).clamp(max=1.0))
+    accepted = torch.cat(chances).cpu()  # [n, K]
+    reached = torch.cat([torch.ones_like(accepted[:, :1]), accepted[:, :-1]], dim=1).cumprod(1)
+    totals = reached.sum(0)
+    rates = (reached * accepted).sum(0) / totals.clamp(min=1e-12)
+    # Where hardly a chain arrives, the last well-known rate stands in.
+    known = [float(rate) for rate, total in zip(rates, totals) if float(total) >= 5.0] or [float(rates[0])]
+    return known + [known[-1]] * (MOST_DRAFTS - len(known))
