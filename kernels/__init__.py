@@ -1,1 +1,6 @@
-"""Kernels of the draft engine; installed as `vllm_ssd.kernels`."""
+"""Kernels of the draft engine; installed as `vllm_ssd.kernels`.
+
+Each file holds one kernel in Triton, a wrapper that checks what it is given, and a twin in plain
+PyTorch: the oracle of the tests, and what runs where there is no GPU. Nothing here knows about
+models, requests or vLLM.
+"""

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -37,34 +38,54 @@ def causal_group(token_ids: list[int], known: int, columns: np.ndarray, slots: n
 class FlatBatch:
     """The tensors of one forward, on the model's device; T tokens, B groups."""
 
+    groups: Seq[Group]
+    device: torch.device
     token_ids: torch.Tensor  # [T] int64
     positions: torch.Tensor  # [T] int64
     slots: torch.Tensor  # [T] int64
-    columns: torch.Tensor  # [B, S] int64 slots, padded with slot 0
-    column_positions: torch.Tensor  # [B, S] int64
-    mask: torch.Tensor  # [B, N, S] bool; padded rows attend to column 0
-    padded_rows: torch.Tensor | None  # [T] int64: token -> b * N + n; None for one group
     logit_rows: torch.Tensor | None  # [R] int64: tokens whose logits are wanted; None: all
+
+    @cached_property
+    def columns(self) -> torch.Tensor:
+        """[B, S] int64 slots, padded with slot 0."""
+        return _send(self._host[0], self.device)
+
+    @cached_property
+    def column_positions(self) -> torch.Tensor:
+        """[B, S] int64."""
+        return _send(self._host[1], self.device)
+
+    @cached_property
+    def mask(self) -> torch.Tensor:
+        """[B, N, S] bool; padded rows attend to column 0."""
+        return _send(self._host[2], self.device)
+
+    @cached_property
+    def padded_rows(self) -> torch.Tensor | None:
+        """[T] int64: token -> b * N + n; None for one group."""
+        return _send(self._host[3], self.device)
+
+    @cached_property
+    def _host(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]:
+        """The padded form, which a forward over ragged rows (`graph_forward.py`) never asks for."""
+        return _padded(self.groups)
 
 
 def flatten(groups: Seq[Group], device: torch.device, logit_rows: np.ndarray | None = None) -> FlatBatch:
     """Join groups into one batch."""
     token_ids = np.concatenate([np.asarray(g.token_ids, dtype=np.int64) for g in groups])
-    columns, column_positions, mask, padded_rows = _padded(groups)
-
-    def send(array: np.ndarray | None) -> torch.Tensor | None:
-        return None if array is None else torch.from_numpy(array).to(device, non_blocking=True)
-
     return FlatBatch(
-        token_ids=send(token_ids),
-        positions=send(np.concatenate([g.positions for g in groups])),
-        slots=send(np.concatenate([g.slots for g in groups])),
-        columns=send(columns),
-        column_positions=send(column_positions),
-        mask=send(mask),
-        padded_rows=send(padded_rows),
-        logit_rows=send(logit_rows),
+        groups=groups,
+        device=device,
+        token_ids=_send(token_ids, device),
+        positions=_send(np.concatenate([g.positions for g in groups]), device),
+        slots=_send(np.concatenate([g.slots for g in groups]), device),
+        logit_rows=_send(logit_rows, device),
     )
+
+
+def _send(array: np.ndarray | None, device: torch.device) -> torch.Tensor | None:
+    return None if array is None else torch.from_numpy(array).to(device, non_blocking=True)
 
 
 def _padded(groups: Seq[Group]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]:

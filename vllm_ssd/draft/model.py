@@ -1,7 +1,8 @@
 """The draft model: weights from `transformers`, KV in a pool of slots.
 
-Llama-shaped models on a CPU take a light forward (`light_decoder.py`); any other decoder runs as
-`transformers` wrote it, with our attention in it (`pool_attention.py`).
+Llama-shaped models take a light forward (`light_decoder.py`), on a GPU over kernels and in graphs
+(`graph_forward.py`); any other decoder runs as `transformers` wrote it, with our attention in it
+(`pool_attention.py`).
 """
 
 import logging
@@ -45,8 +46,8 @@ class DraftModel:
             getattr(text_config, "head_dim", None) or text_config.hidden_size // text_config.num_attention_heads
         )
         self._decoder = light_decoder.try_build(model) or pool_attention.PoolDecoder(model)
+        self._depth = config.num_speculative_tokens + 1
         self._pools: list[torch.Tensor] = []
-        logger.info("draft forward: %s", type(self._decoder).__name__)
 
     def allocate_kv_cache(self, memory_bytes: int | None, most_useful: int) -> int:
         """Make the pools; returns the number of slots.
@@ -67,7 +68,12 @@ class DraftModel:
         return num_slots
 
     def warm_up(self) -> None:
-        """Run a few forwards, so that the first real one finds libraries and caches ready."""
+        """Run a few forwards, so that the first real one finds libraries, caches and graphs ready."""
+        if self.device.type == "cuda" and isinstance(self._decoder, light_decoder.LightDecoder):
+            from vllm_ssd.draft import graph_forward  # needs Triton, which CPU builds of torch come without
+
+            self._decoder = graph_forward.ready(self._decoder, self._pools, self.max_length, self._depth)
+        logger.info("draft forward: %s", type(self._decoder).__name__)
         num_slots = self._pools[0].shape[1]
         for count in _WARM_UP_TOKENS:
             slots = np.arange(min(count, num_slots))

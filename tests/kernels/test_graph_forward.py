@@ -1,0 +1,112 @@
+"""The forward over ragged rows equals the plain forward of `transformers`, and its padding does nothing."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from tests.unit.test_model import LIGHT, assert_equals_plain, causal_group, empty_pools, tiny
+from vllm_ssd.draft.batch import Group, flatten
+from vllm_ssd.draft.graph_decoder import GraphDecoder
+from vllm_ssd.draft.graph_forward import GraphForward, ready
+from vllm_ssd.draft.graph_rows import host_rows
+from vllm_ssd.draft.graph_runner import bucket_of, buckets
+from vllm_ssd.draft.light_decoder import try_build
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("name", LIGHT)
+@pytest.mark.parametrize("max_rows", (64, 2))
+def test_the_ragged_forward_equals_the_plain_one(name: str, max_rows: int) -> None:
+    """A kind of model, a bucket or a batch beyond the buffers gives other logits."""
+    model = tiny(name)
+    decoder = GraphDecoder(try_build(model))
+    assert_equals_plain(GraphForward(decoder, max_length=64, depth=4, max_rows=max_rows), model)
+
+
+def test_warm_up_writes_nothing() -> None:
+    """Padding rows write into slots that others use."""
+    model = tiny("llama")
+    forward = GraphForward(GraphDecoder(try_build(model)), max_length=64, depth=4, max_rows=8)
+    pools = empty_pools(model)
+    with torch.inference_mode():
+        forward.forward(flatten([causal_group([1, 2, 3], 0, np.arange(3))], CPU), pools)
+        before = [pool.clone() for pool in pools]
+        forward.warm_up(pools)
+    assert all(torch.equal(pool, old) for pool, old in zip(pools, before))
+
+
+def test_a_forward_that_goes_wrong_is_not_taken(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+    """A kernel that this device or compiler breaks drafts nonsense, or ends the draft."""
+    model = tiny("llama")
+    light, pools = try_build(model), empty_pools(model)
+    assert isinstance(ready(light, pools, 64, 4), GraphForward)
+
+    def scaled(self, hidden: torch.Tensor) -> torch.Tensor:
+        return 2 * light._head(hidden)
+
+    def failing(self, hidden: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("no such instruction")
+
+    for logits, message in ((scaled, "logits differ"), (failing, "no such instruction")):
+        monkeypatch.setattr(GraphDecoder, "logits", logits)
+        assert ready(light, pools, 64, 4) is light
+        assert message in caplog.text
+
+
+def test_rows_are_a_prefix_and_a_tail() -> None:
+    """Some mask is taken apart wrongly: what a row attends to is not what the mask says."""
+    generator = np.random.default_rng(0)
+    groups = []
+    for count, width in ((3, 9), (1, 1), (5, 12)):
+        prefix = generator.integers(0, width + 1, count)
+        mask = np.arange(width)[None, :] < prefix[:, None]
+        mask |= generator.random((count, width)) < 0.2
+        groups.append(
+            Group(
+                token_ids=generator.integers(0, 9, count).tolist(),
+                positions=generator.integers(0, 9, count),
+                slots=generator.integers(0, 99, count),
+                columns=generator.permutation(99)[:width],
+                column_positions=np.arange(width),
+                mask=mask,
+            )
+        )
+    rows = host_rows(groups, 12)
+    attended = []
+    for row in range(len(rows.token_ids)):
+        trunk = rows.trunks[rows.row_sequence[row]][: rows.trunk_lengths[row]]
+        attended.append(sorted([*trunk, *rows.tail_slots[row, : rows.tail_lengths[row]]]))
+    expected = [sorted(group.columns[mask]) for group in groups for mask in group.mask]
+    assert attended == expected
+    with pytest.raises(ValueError, match="beyond its prefix"):
+        host_rows([dataclasses.replace(groups[0], mask=np.tri(3, 9, -1, dtype=bool)[:, ::-1].copy())], 1)
+
+
+def test_a_bucket_holds_its_rows() -> None:
+    """Rows are cut off, or a bucket is met that was never captured."""
+    for most in (1, 5, 64, 1536, 3000):
+        sizes = {bucket_of(rows, most) for rows in range(1, most + 1)}
+        assert all(rows <= bucket_of(rows, most) <= most for rows in range(1, most + 1))
+        assert sizes == set(buckets(most))
+    with pytest.raises(ValueError, match="the buffers hold 8"):
+        bucket_of(9, 8)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="captures CUDA graphs")
+def test_replayed_graphs_equal_direct_calls() -> None:
+    """A captured forward reads or writes what moved."""
+    torch.manual_seed(0)
+    model = tiny("qwen3").to("cuda")
+    with torch.inference_mode():
+        decoder = GraphDecoder(try_build(model))
+        graphs, direct = (GraphForward(decoder, max_length=64, depth=4, max_rows=8) for _ in range(2))
+        direct._runner._captures = False
+        pools = [pool.cuda() for pool in empty_pools(model)]
+        graphs.warm_up(pools)
+        for tokens in ([1, 2, 3], [4, 5], [6, 7, 8, 9, 1, 2, 3, 4]):
+            batch = flatten([causal_group(tokens, 0, np.arange(len(tokens)))], torch.device("cuda"))
+            torch.testing.assert_close(graphs.forward(batch, pools), direct.forward(batch, pools))

@@ -1,0 +1,227 @@
+"""A round on the device builds the trees that the engine builds, on real weights and under padding."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_ssd.config import SaguaroConfig
+from vllm_ssd.draft.batch import causal_group, flatten
+from vllm_ssd.draft.engine import DraftEngine
+from vllm_ssd.draft.graph_buffers import Shape, tree_bytes
+from vllm_ssd.draft.graph_decoder import GraphDecoder
+from vllm_ssd.draft.graph_outcomes import most_probable_outcomes
+from vllm_ssd.draft.graph_round import GraphRound, Planting
+from vllm_ssd.draft.graph_rows import host_rows
+from vllm_ssd.draft.model import DraftModel
+from vllm_ssd.fanout import most_probable_outcomes as on_the_host
+from vllm_ssd.messages import Branches, Growth, Round, Start, pack_tokens
+from vllm_ssd.sampling import saguaro_law, top_tokens
+
+DRAFT = str(Path(__file__).parents[1] / "data" / "models" / "draft")
+CPU = torch.device("cpu")
+K, BUDGET, DEPTH = 3, 6, 4
+PROMPTS = (
+    ([308, 907, 12, 44, 1201, 7, 7, 93, 400], [12, 44, 1201]),
+    ([55, 2, 3001, 17, 4, 91, 1, 8, 12, 77, 500, 41], [7, 8]),
+    ([9, 10], []),
+)
+
+
+@pytest.fixture(scope="module")
+def model() -> DraftModel:
+    config = SaguaroConfig(DRAFT, K, tree_budget=BUDGET, draft_dtype="float32")
+    model = DraftModel(config, CPU, vocab_size=4000)
+    model.allocate_kv_cache(None, most_useful=1024)
+    return model
+
+
+def make(model: DraftModel, **changes) -> GraphRound:
+    decoder = GraphDecoder(model._decoder)
+    shape = Shape(
+        **{
+            "max_rows": 40,
+            "max_sequences": 4,
+            "max_length": 64,
+            "depth": DEPTH,
+            "width": 16,
+            "num_heads": decoder.num_heads,
+            "num_kv_heads": decoder.num_kv_heads,
+            "head_size": decoder.head_size,
+            "vocab_size": 4096,
+            "dtype": torch.float32,
+            **changes,
+        }
+    )
+    return GraphRound(decoder, model._pools, shape, model.vocab_size, top_m=8, saguaro_c=0.5)
+
+
+def feed(graph_round: GraphRound, plan: list[tuple[list[int], list[int]]]) -> tuple[list[int], np.ndarray]:
+    """Glue whole prompts and their trunks; the row after each prompt's last token, and slots that are left."""
+    slots = np.random.default_rng(0).permutation(1000)
+    groups, first_rows, used = [], [], 0
+    for place, (prompt, trunk) in enumerate(plan):
+        tokens = prompt + trunk
+        mine = slots[used : used + len(tokens)]
+        first_rows.append(used + len(prompt) - 1)
+        graph_round.set_trunk(place, 0, mine[:2])  # in two pieces, as a sequence grows
+        graph_round.set_trunk(place, 2, mine[2:])
+        groups.append(causal_group(tokens, 0, mine, mine))
+        used += len(tokens)
+    with torch.inference_mode():
+        graph_round.glue(host_rows(groups, DEPTH))
+    return first_rows, slots[used:]
+
+
+def planted(plan, left: np.ndarray, count: int = BUDGET, **law) -> list[Planting]:
+    tails = left[: len(plan) * count * DEPTH].reshape(len(plan), count, DEPTH).astype(np.int32)
+    return [Planting(place, len(prompt), tails[place], seed=place, **law) for place, (prompt, _) in enumerate(plan)]
+
+
+def chains_of_the_engine(model: DraftModel, plan) -> list[dict[tuple[int, int], list[int]]]:
+    """(tokens of the trunk above, first token) → drafts, for each prompt, as the engine pushes them."""
+    config = SaguaroConfig(DRAFT, K, tree_budget=BUDGET, draft_dtype="float32")
+    engine = DraftEngine(model, config, 1024)
+    starts = [Start(i, pack_tokens(prompt), trunk, 0.0, 0, 1.0) for i, (prompt, trunk) in enumerate(plan)]
+    engine.begin_round(Round(1, starts, [], [], depth=K, verify_seconds=0.0))
+    trees: list[list] = [[] for _ in plan]
+    while engine.step():
+        push = engine.take_push()
+        for item in push.items if push else []:
+            if isinstance(item, Branches):
+                trees[item.seq_id] = [(offset, [token]) for offset, token in zip(item.offsets, item.token_ids)]
+            elif isinstance(item, Growth):
+                for (_, chain), token_id in zip(trees[item.seq_id], item.token_ids):
+                    chain.append(token_id)
+    return [{(offset, chain[0]): chain[1:] for offset, chain in tree} for tree in trees]
+
+
+@pytest.mark.parametrize("changes", ({}, {"vocab_size": 8 << 20}), ids=("at once", "logits in parts"))
+def test_the_tree_is_the_engines(model: DraftModel, changes: dict) -> None:
+    """Outcomes, tokens or attention on the device differ from those of the engine."""
+    graph_round = make(model, **changes)
+    with torch.inference_mode():
+        first_rows, left = feed(graph_round, PROMPTS)
+        plantings = planted(PROMPTS, left)
+        graph_round.plant_most_probable(
+            plantings, first_rows, [trunk for _, trunk in PROMPTS], [1.0] * len(PROMPTS), [2] * (K + 1)
+        )
+        graph_round.grow(DEPTH)
+    steps = graph_round.finished()
+    assert [step.number for step in steps] == list(range(DEPTH))
+    found = []
+    for place, (prompt, _) in enumerate(PROMPTS):
+        rows = range(place * BUDGET, (place + 1) * BUDGET)
+        bets = [(int(steps[0].above[row]) - len(prompt), int(steps[0].bets[row])) for row in rows]
+        found.append({bet: [int(step.tokens[row]) for step in steps] for bet, row in zip(bets, rows)})
+    expected = chains_of_the_engine(model, PROMPTS)
+    for mine, theirs in zip(found, expected):
+        assert mine.keys() == theirs.keys()
+        assert all(mine[bet][: len(chain)] == chain for bet, chain in theirs.items())
+        assert all(len(chain) >= K for chain in theirs.values())
+
+
+def test_sampled_rows_carry_the_law_they_were_drawn_from(model: DraftModel) -> None:
+    """The law that comes to the host is not that of the draft at this place."""
+    plan = PROMPTS[:2]
+    law = {"temperature": 0.8, "top_k": 6, "top_p": 0.95}
+    bets = [(0, 11), (1, 12), (3, 13), (0, 21), (2, 22), (2, 23)]
+    graph_round = make(model)
+    with torch.inference_mode():
+        _, left = feed(graph_round, plan)
+        graph_round.plant(planted(plan, left, 3, **law), bets, [2, 1])
+        graph_round.grow(DEPTH)
+        steps = graph_round.finished()
+        for row, (offset, first) in enumerate(bets):
+            prompt, trunk = plan[row // 3]
+            chain = [*prompt, *trunk[:offset], first]
+            for step in steps:
+                slots = np.arange(len(chain))
+                # Slots from 1000 on are of no sequence: the oracle's own.
+                batch = flatten([causal_group(chain, 0, slots % 24 + 1000, slots % 24 + 1000)], CPU)
+                values, token_ids = top_tokens(model.forward(batch)[-1:], 8, model.vocab_size)
+                expected = saguaro_law(
+                    values,
+                    torch.tensor([0.8]),
+                    torch.tensor([6]),
+                    torch.tensor([0.95]),
+                    torch.tensor([2 if step.number == 0 else 1]),
+                    0.5,
+                )
+                assert step.token_ids[row, :8].tolist() == token_ids[0].tolist()
+                np.testing.assert_allclose(step.probs[row, :8], expected[0], atol=1e-5)
+                assert step.probs[row, 8:].max() == 0.0
+                assert step.tokens[row] in step.token_ids[row][step.probs[row] > 0]
+                chain.append(int(step.tokens[row]))
+
+
+def test_branches_of_a_sequence_draw_independently(model: DraftModel) -> None:
+    """All branches with the same context draw the same token."""
+    graph_round = make(model)
+    with torch.inference_mode():
+        _, left = feed(graph_round, PROMPTS[:1])
+        graph_round.plant(planted(PROMPTS[:1], left, 20, temperature=5.0), [(3, 11)] * 20, [1])
+        graph_round.grow()
+    [step] = graph_round.finished(wait=True)
+    assert len(set(step.tokens.tolist())) > 3
+
+
+def test_more_steps_than_the_tree_is_deep_are_refused(model: DraftModel) -> None:
+    """Tails run into the slots of others."""
+    graph_round = make(model)
+    with torch.inference_mode():
+        _, left = feed(graph_round, PROMPTS[:1])
+        graph_round.plant(planted(PROMPTS[:1], left, 2), [(0, 11), (1, 12)], [1])
+        with pytest.raises(ValueError, match="a tree has 4"):
+            graph_round.grow(DEPTH + 1)
+
+
+def test_warm_up_changes_no_slot(model: DraftModel) -> None:
+    """Capturing the graphs destroys KV."""
+    before = [pool.clone() for pool in model._pools]
+    with torch.inference_mode():
+        make(model).warm_up()
+    assert all(torch.equal(pool, old) for pool, old in zip(model._pools, before))
+
+
+def test_outcomes_are_those_of_the_host() -> None:
+    """The device bets on other outcomes than the host would."""
+    generator = np.random.default_rng(0)
+    for _ in range(30):
+        size, positions, width, budget = 4, 4, 5, int(generator.integers(1, 25))
+        values = -np.sort(-3 * generator.standard_normal((size, positions, width)).astype(np.float32), axis=-1)
+        token_ids = np.argsort(generator.random((size, positions, 12)), axis=-1)[..., :width].astype(np.int32)
+        lengths = generator.integers(0, positions, size)
+        trunks = generator.integers(0, 12, (size, positions - 1)).astype(np.int32)
+        sharpness = generator.uniform(0.3, 2.0, size).astype(np.float32)
+        offsets, tokens, possible = most_probable_outcomes(
+            *(torch.from_numpy(a) for a in (values, token_ids, trunks, lengths, sharpness)), budget
+        )
+        for row, length in enumerate(lengths):
+            expected = on_the_host(
+                token_ids[row, : length + 1],
+                values[row, : length + 1],
+                trunks[row, :length].tolist(),
+                budget,
+                float(sharpness[row]),
+            )
+            mine = [(int(k), int(t)) for k, t, there in zip(offsets[row], tokens[row], possible[row]) if there]
+            assert mine == expected
+
+
+def test_the_tree_of_a_full_batch_fits_200_megabytes() -> None:
+    """Batch 64, K 7, 24 branches, vocabulary 128k: logits or laws of all branches at once are gigabytes."""
+    shape = Shape(
+        max_rows=64 * 24,
+        max_sequences=64,
+        max_length=131_072,
+        depth=8,
+        width=64,
+        num_heads=32,  # as Llama 3.2 1B
+        num_kv_heads=8,
+        head_size=64,
+        vocab_size=128_256,
+        dtype=torch.bfloat16,
+    )
+    assert 60e6 < tree_bytes(shape) < 200e6

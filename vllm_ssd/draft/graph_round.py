@@ -1,0 +1,294 @@
+"""A round of the draft on a GPU without waiting for it: fork, then steps that feed one another.
+
+The host says where branches may hang and which slots they may use; tokens, laws and candidates stay
+on the device from step to step, and come to the host by themselves, in pinned memory, step after
+step. Nothing here reads a tensor back before its event has passed. A step is a graph: it finds which
+step it is in a counter on the device.
+
+On a CPU the same calls run at once (the tests compare their trees with the engine's, on real
+weights). Graphs, pinned memory and events have not been run, for lack of a GPU.
+
+Shapes: R rows (branches of all sequences), S sequences, D steps, W candidates of a row, P positions
+where a verification may stop (K + 1).
+"""
+
+import dataclasses
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from vllm_ssd.draft.graph_buffers import RowBuffers, Shape, Staging, TreeBuffers
+from vllm_ssd.draft.graph_decoder import GraphDecoder
+from vllm_ssd.draft.graph_outcomes import most_probable_outcomes
+from vllm_ssd.draft.graph_rows import HostRows
+from vllm_ssd.draft.graph_runner import GraphRunner, bucket_of, buckets
+from vllm_ssd.kernels.draw import Laws, draw
+from vllm_ssd.kernels.fork import fork
+from vllm_ssd.kernels.tree_attention import rows_per_block
+
+
+@dataclasses.dataclass(frozen=True)
+class Planting:
+    """One sequence that gets branches."""
+
+    place: int  # its row in the table of trunks
+    length: int  # committed tokens
+    tail_slots: np.ndarray  # [n, D] int32, slots that its n branches may use
+    temperature: float = 0.0  # 0: argmax
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0  # of the draws; another one for each sequence and round
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """What one step of a round drew; rows in the order they were planted."""
+
+    number: int  # 0 for the first
+    tokens: np.ndarray  # [R] int32
+    token_ids: np.ndarray  # [R, W] int32, best first
+    probs: np.ndarray  # [R, W] float32, the law of `tokens`; one-hot at rank 0 for greedy rows
+    values: np.ndarray  # [R, W] float32, logits: the candidates after the row's previous token
+    above: np.ndarray  # [R] int32, tokens above the branch; 0: the row is no branch
+    bets: np.ndarray  # [R] int32, the branches' first tokens
+
+
+class GraphRound:
+    """Builds the trees of all sequences of a round."""
+
+    def __init__(
+        self,
+        decoder: GraphDecoder,
+        pools: Sequence[torch.Tensor],
+        shape: Shape,
+        vocab_size: int,
+        top_m: int,
+        saguaro_c: float = 1.0,
+        graphs: bool = True,
+    ) -> None:
+        """`vocab_size`: ids from here on are padding. `graphs` False: launch every kernel, to compare."""
+        self._decoder, self._pools, self._shape = decoder, pools, shape
+        self._vocab_size, self._top_m, self._saguaro_c = vocab_size, top_m, saguaro_c
+        device = decoder.device
+        self._rows = RowBuffers(shape, device)
+        self._tree = TreeBuffers(shape, device)
+        self._staging = Staging(device)
+        self._runner = GraphRunner(device, graphs)
+        self._values = torch.zeros(shape.max_rows, shape.width, device=device)  # candidates of glue rows
+        self._token_ids = torch.zeros(shape.max_rows, shape.width, dtype=torch.int32, device=device)
+        self._bets = torch.zeros(2, shape.max_rows, dtype=torch.int32, device=device)  # tokens above; first token
+        pinned = {"pin_memory": device.type == "cuda"}
+        self._host = [
+            torch.zeros(tensor.shape, dtype=tensor.dtype, **pinned)
+            for tensor in (self._tree.tokens, self._tree.law_ids, self._tree.law_probs, self._tree.law_values)
+        ]
+        self._host_bets = torch.zeros(self._bets.shape, dtype=torch.int32, **pinned)
+        self._count = self._bucket = self._per_block = self._begun = 0
+        self._pending: deque[tuple[int, torch.cuda.Event | None]] = deque()
+
+    # ---- what the host says ----
+
+    def set_trunk(self, place: int, first: int, slots: np.ndarray) -> None:
+        """The slots of a sequence from its token `first` on; those before stay what they were."""
+        self._staging.send(slots.astype(np.int32), self._rows.trunk_slots[place, first : first + len(slots)])
+
+    def glue(self, rows: HostRows) -> None:
+        """Compute the KV of tokens that have none, and the candidates after each of them.
+
+        `row_sequence` names places in the table of trunks; `trunks` is not used.
+        """
+        count = len(rows.token_ids)
+        bucket = bucket_of(count, self._shape.max_rows)
+        per_block = self._shared(int(np.bincount(rows.row_sequence).max()))
+        self._rows.fill(rows, bucket, per_block, self._staging)
+        self._runner.run(("glue", bucket, per_block), lambda: self._glue(bucket, per_block))
+
+    def plant(self, plantings: Sequence[Planting], bets: Sequence[tuple[int, int]], fan_out: Sequence[int]) -> None:
+        """Begin a round with branches that the host chose.
+
+        `bets`: (trunk tokens above, first token) of all rows, in the order of the plantings and their
+        tail slots. `fan_out`: F by position, for Saguaro sampling.
+        """
+        self._lay_out(plantings, fan_out)
+        above = np.repeat([planting.length for planting in plantings], [len(p.tail_slots) for p in plantings])
+        chosen = np.asarray(bets, dtype=np.int32).reshape(-1, 2)
+        table = np.zeros((2, self._bucket), dtype=np.int32)
+        table[0, : self._count] = above + chosen[:, 0]
+        table[1, : self._count] = chosen[:, 1]
+        self._staging.send(table, self._bets[:, : self._bucket])
+        self._begin()
+
+    def plant_most_probable(
+        self,
+        plantings: Sequence[Planting],
+        first_rows: Sequence[int],
+        trunks: Sequence[Sequence[int]],
+        sharpness: Sequence[float],
+        fan_out: Sequence[int],
+    ) -> None:
+        """Begin a round with the most probable outcomes by the candidates of the last `glue`.
+
+        For each planting: the row of glue after its last committed token, the drafts in flight, and
+        how far its probabilities are taken at their word. All plantings have as many tail slots.
+        """
+        self._lay_out(plantings, fan_out)
+        size, positions = len(plantings), max(map(len, trunks)) + 1
+        table = np.full((size, positions + 1), -1, dtype=np.int32)
+        for row, trunk in zip(table, trunks):
+            row[: len(trunk)] = trunk
+            row[positions] = len(trunk)
+        device = self._decoder.device
+        sent = torch.zeros(table.shape, dtype=torch.int32, device=device)
+        self._staging.send(table, sent)
+        scales = [s / p.temperature if p.temperature > 0 else s for s, p in zip(sharpness, plantings)]
+        facts = torch.zeros(3, size, device=device)
+        lengths = [planting.length for planting in plantings]
+        self._staging.send(np.asarray([first_rows, scales, lengths], dtype=np.float32), facts)
+        at = (facts[0].long()[:, None] + torch.arange(positions, device=device)).clamp(max=len(self._values) - 1)
+        offsets, tokens, possible = most_probable_outcomes(
+            self._values[at],
+            self._token_ids[at],
+            sent[:, : positions - 1],
+            sent[:, positions],
+            facts[1],
+            self._count // size,
+        )
+        self._bets[:, : self._bucket].zero_()
+        above = torch.where(possible, facts[2].int()[:, None] + offsets, 0)
+        self._bets[0, : self._count] = above.flatten()
+        self._bets[1, : self._count] = torch.where(possible, tokens, 0).flatten()
+        self._begin()
+
+    def grow(self, steps: int = 1) -> None:
+        """Enqueue tree steps: one token more for every branch. Raises `ValueError` beyond the tree's depth."""
+        if self._begun + steps > self._shape.depth:
+            raise ValueError(f"{self._begun + steps} steps were asked for; a tree has {self._shape.depth}.")
+        for _ in range(steps):
+            self._runner.run(("step", self._bucket, self._per_block), lambda: self._step(self._bucket, self._per_block))
+            self._fetch(self._begun)
+            self._begun += 1
+
+    def finished(self, wait: bool = False) -> list[Step]:
+        """Steps that have come to the host since the last call; with `wait`, all that were enqueued."""
+        steps = []
+        while self._pending:
+            number, event = self._pending[0]
+            if event is not None and not event.query():
+                if not wait:
+                    break
+                event.synchronize()
+            self._pending.popleft()
+            fields = [field[number, : self._count].numpy().copy() for field in self._host]
+            above, bets = self._host_bets[:, : self._count].numpy().copy()
+            steps.append(Step(number, *fields, above, bets))
+        return steps
+
+    def warm_up(self) -> None:
+        """Capture the graphs of all buckets, over rows that are all padding."""
+        for bucket in buckets(self._shape.max_rows):
+            for per_block in {1, self._shared(2)}:
+                self._rows.clear()
+                self._tree.live.zero_()
+                self._runner.run(("glue", bucket, per_block), lambda b=bucket, p=per_block: self._glue(b, p))
+                self._tree.step.zero_()
+                self._runner.run(("step", bucket, per_block), lambda b=bucket, p=per_block: self._step(b, p))
+
+    # ---- what the device does ----
+
+    def _glue(self, bucket: int, per_block: int) -> None:
+        hidden = self._decoder.hidden(self._rows.rows(bucket, per_block), self._pools)
+        for part in self._parts(bucket):
+            logits = self._decoder.logits(hidden[part])
+            none = torch.full((len(logits),), -1, dtype=torch.int32, device=logits.device)
+            width = self._shape.width
+            self._values[part], self._token_ids[part] = fork(
+                logits, none, torch.full_like(none, width), width, self._vocab_size
+            )
+
+    def _step(self, bucket: int, per_block: int) -> None:
+        """One token for each row; then the counter goes on."""
+        rows, tree, step = self._rows, self._tree, self._tree.step
+        live = tree.live[:bucket]
+        rows.slots[:bucket] = torch.where(live > 0, rows.tail_slots[:bucket].index_select(1, step)[:, 0], -1)
+        rows.positions[:bucket] = rows.trunk_lengths[:bucket] + step
+        rows.tail_lengths[:bucket] = (step + 1) * live
+        tree.laws.fan_out[:bucket] = tree.fan_out.index_select(0, step).expand(bucket)
+        hidden = self._decoder.hidden(rows.rows(bucket, per_block), self._pools)
+        for part in self._parts(bucket):
+            laws = Laws(*(field[part] for field in tree.laws))
+            drawn = draw(self._decoder.logits(hidden[part]), laws, self._saguaro_c, self._shape.width, self._vocab_size)
+            tree.tokens[:, part].index_copy_(0, step, drawn.tokens[None])
+            tree.law_ids[:, part].index_copy_(0, step, drawn.token_ids[None])
+            tree.law_probs[:, part].index_copy_(0, step, drawn.probs[None])
+            tree.law_values[:, part].index_copy_(0, step, drawn.values[None])
+            rows.token_ids[part] = drawn.tokens
+        tree.laws.counter[:bucket] += 1
+        step += 1
+
+    def _parts(self, bucket: int) -> list[slice]:
+        """Rows whose logits are in memory at a time."""
+        size = self._shape.logit_rows
+        return [slice(begin, min(begin + size, bucket)) for begin in range(0, bucket, size)]
+
+    def _begin(self) -> None:
+        """The bets become the rows' tokens; the tree stands at step 0."""
+        bucket = self._bucket
+        self._rows.trunk_lengths[:bucket] = self._bets[0, :bucket]
+        self._rows.token_ids[:bucket] = self._bets[1, :bucket]
+        self._tree.live[:bucket] = (self._bets[0, :bucket] > 0).int()
+        self._tree.step.zero_()
+        self._host_bets[:, : self._count].copy_(self._bets[:, : self._count], non_blocking=True)
+        self._begun = 0
+        self._pending.clear()
+
+    def _lay_out(self, plantings: Sequence[Planting], fan_out: Sequence[int]) -> None:
+        """Rows of the sequences, their tails and laws."""
+        counts = [len(planting.tail_slots) for planting in plantings]
+        self._count = sum(counts)
+        self._bucket = bucket_of(self._count, self._shape.max_rows)
+        self._per_block = self._shared(max(counts))
+        tails = np.concatenate([planting.tail_slots for planting in plantings]).astype(np.int32)
+        nothing = np.zeros(self._count, dtype=np.int32)
+        places = np.repeat(np.asarray([p.place for p in plantings], dtype=np.int32), counts)
+        rows = HostRows(nothing, nothing, nothing, places, nothing, tails, nothing, [])
+        self._rows.fill(rows, self._bucket, self._per_block, self._staging)
+
+        def spread(values: Sequence, dtype: type) -> np.ndarray:
+            spread = np.zeros(self._bucket, dtype=dtype)
+            spread[: self._count] = np.repeat(np.asarray(values, dtype=dtype), counts)
+            return spread
+
+        # A law is cut to its top m: that is a top-k of m.
+        top_k = [min(planting.top_k or self._top_m, self._top_m) for planting in plantings]
+        # The branches of a sequence have one key: their counters must not meet.
+        counter = np.zeros(self._bucket, dtype=np.int32)
+        counter[: self._count] = self._shape.depth * np.concatenate([np.arange(count) for count in counts])
+        columns = {
+            "temperature": spread([planting.temperature for planting in plantings], np.float32),
+            "top_k": spread(top_k, np.int32),
+            "top_p": spread([planting.top_p for planting in plantings], np.float32),
+            "seed": spread([planting.seed for planting in plantings], np.int64),
+            "counter": counter,
+        }
+        for name, column in columns.items():
+            self._staging.send(column, getattr(self._tree.laws, name)[: self._bucket])
+        by_step = [fan_out[min(step, len(fan_out) - 1)] for step in range(self._shape.depth)]
+        self._staging.send(np.asarray(by_step, dtype=np.int32), self._tree.fan_out)
+
+    def _fetch(self, number: int) -> None:
+        """Enqueue the way of a step's results to the host."""
+        tree = self._tree
+        for field, host in zip((tree.tokens, tree.law_ids, tree.law_probs, tree.law_values), self._host):
+            host[number, : self._count].copy_(field[number, : self._count], non_blocking=True)
+        event = None
+        if self._decoder.device.type == "cuda":
+            event = torch.cuda.Event()
+            event.record()
+        self._pending.append((number, event))
+
+    def _shared(self, rows_per_sequence: int) -> int:
+        """Rows of a block: one of two, so that there are two graphs of a bucket."""
+        heads = self._shape.num_heads // self._shape.num_kv_heads
+        return 1 if rows_per_sequence == 1 else rows_per_block(heads, self._shape.max_rows)
