@@ -17,6 +17,8 @@ device is used too.
 Latencies are defined in `benchmark/measurement.py`. Column `equal` counts the requests whose
 greedy tokens are those of no speculation in every repeat. In bfloat16 a near tie between two
 tokens may fall the other way in another batch shape: judge equality in float32.
+
+Column `predicted` is what `vllm_ssd.theory` makes of measured parts (see `benchmark/prediction.py`).
 """
 
 import argparse
@@ -30,7 +32,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmark import machine, plan, report
+from benchmark import machine, plan, prediction, report
 from benchmark.plan import Engine, Run, StartEngine, Workload
 from benchmark.pool import EnginePool
 from benchmark.session import Session
@@ -54,7 +56,7 @@ def main() -> int:
         for temperature, batch in itertools.product(args.temperature, args.batch):
             session.measure(engines, Workload(batch, temperature))
 
-    rows = report.rows(session.results)
+    rows = report.rows(session.results, prediction.predicted_tok_s)
     print(report.table(rows), *session.notes, sep="\n")
     report.save(rows, setup(args, session), args.json)
     if args.plot and rows:

@@ -6,7 +6,8 @@
     worker.py       one such subprocess: a vLLM engine, stepped by hand
     session.py      the methods take turns on each workload
     measurement.py  time stamps and counters made into rates and latencies
+    prediction.py   what theory expects of a measurement, from its parts
     report.py       measurements made into rows: table, JSON, plot
 
-None imports vLLM but the worker, and none another part of the project.
+None imports vLLM but the worker; of the project only the worker and `prediction.py` import anything.
 """

