@@ -12,6 +12,8 @@ from typing import Any
 MAX_SPECULATIVE_TOKENS = 32
 FAN_OUT_NAMES = ("measured", "geometric", "uniform")
 FALLBACKS = ("auto", "draft", "ngram", "none")
+AUTO_BRANCHES = 64
+"""Branches a request with tree_budget "auto", if there is time for so many."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,8 +41,9 @@ class SaguaroConfig:
     draft_start_timeout: float = 600.0
     """Seconds to wait for the draft to load before the start is given up."""
 
-    tree_budget: int = 32
-    """Branches the draft may build for a request in a round; fewer when time is short."""
+    tree_budget: int | str = "auto"
+    """Branches the draft builds for a request in a round; "auto": as many as the measured verify leaves
+    time for, and more while a verify is delayed."""
     fan_out: str | tuple[int, ...] = "measured"
     """How branches are spread over the K+1 positions where a verification may stop: "measured"
     (the most probable outcomes by the row's own draft probabilities, their sharpness measured),
@@ -59,6 +62,11 @@ class SaguaroConfig:
     """Shortest n-gram to look up, as for vLLM's `ngram` method."""
     prompt_lookup_max: int = 5
     """Longest n-gram to look up, as for vLLM's `ngram` method."""
+
+    @property
+    def most_branches(self) -> int:
+        """Branches a request that a round plans for, at most."""
+        return AUTO_BRANCHES if self.tree_budget == "auto" else int(self.tree_budget)
 
     def __post_init__(self) -> None:
         if isinstance(self.fan_out, list):
@@ -127,6 +135,12 @@ def _check_texts(config: SaguaroConfig) -> None:
         _refuse("trust_remote_code", config.trust_remote_code, "true or false")
 
 
+def _check_tree_budget(config: SaguaroConfig) -> None:
+    value = config.tree_budget
+    if value != "auto" and (not _is_int(value) or not 1 <= value <= 1024):
+        _refuse("tree_budget", value, "'auto' or a whole number from 1 to 1024")
+
+
 def _check_kv_cache(config: SaguaroConfig) -> None:
     value = config.draft_kv_cache_memory_bytes
     if value is not None and (not _is_int(value) or value < 1 << 20):
@@ -176,7 +190,7 @@ _CHECKS = (
     _check_choice("draft_dtype", ("auto", "float32", "bfloat16", "float16")),
     _check_kv_cache,
     _check_start_timeout,
-    _check_int("tree_budget", 1, 1024),
+    _check_tree_budget,
     _check_fan_out,
     _check_saguaro_c,
     _check_int("draft_top_m", 1, 1024),

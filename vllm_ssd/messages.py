@@ -8,7 +8,7 @@ arrays, not as pickles. Knows nothing about how bytes are moved (`transport.py`)
 import msgspec
 import numpy as np
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 
 class Law(msgspec.Struct, array_like=True, frozen=True):
@@ -49,6 +49,7 @@ class Round(msgspec.Struct, array_like=True, frozen=True, tag=3):
     depth: int  # drafts a row will take in the next round; 0: speculation does not pay now
     verify_seconds: float  # expected time until the next round
     closing: bool = False  # the target goes away
+    sent_at: float = 0.0  # time.perf_counter() of the target; comparable on the same machine
 
 
 class Ready(msgspec.Struct, array_like=True, frozen=True, tag=10):

@@ -274,7 +274,10 @@ class Proposer:
         self._num_rows = len(outcomes) or self._num_rows
         depth = self._depth.depth
         verify_seconds = self._depth.verify_seconds(self._num_rows, depth)
-        self._draft.send(Round(self._round_id, self._starts, outcomes, self._finished, depth, verify_seconds))
+        sent_at = time.perf_counter()
+        self._draft.send(
+            Round(self._round_id, self._starts, outcomes, self._finished, depth, verify_seconds, sent_at=sent_at)
+        )
         self._starts, self._finished = [], []
 
     # ---- figures ----

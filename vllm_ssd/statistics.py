@@ -5,6 +5,7 @@ Plain arithmetic on floats; costs microseconds a round. Knows nothing about vLLM
 
 _FORGET = 0.98  # weight of the past at each step that is timed
 _FORGET_ROW = 0.995  # the same at each row that is verified
+_STALL = 0.5  # a ratio that is farther from the mean tells of a stall
 
 
 class LinearTime:
@@ -13,18 +14,20 @@ class LinearTime:
     Weighted least squares over the recent past.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, forget: float = _FORGET) -> None:
+        """`forget`: weight of the past at each observation."""
+        self._forget = forget
         self._weight = self._x = self._y = self._xx = self._xy = 0.0
 
     def observe(self, load: float, seconds: float) -> None:
         """Add a measurement; an outlier far above the estimate counts as a stall, and is cut."""
         if self._weight > 5.0:
             seconds = min(seconds, 3.0 * self.seconds(load))
-        self._weight = self._weight * _FORGET + 1.0
-        self._x = self._x * _FORGET + load
-        self._y = self._y * _FORGET + seconds
-        self._xx = self._xx * _FORGET + load * load
-        self._xy = self._xy * _FORGET + load * seconds
+        self._weight = self._weight * self._forget + 1.0
+        self._x = self._x * self._forget + load
+        self._y = self._y * self._forget + seconds
+        self._xx = self._xx * self._forget + load * load
+        self._xy = self._xy * self._forget + load * seconds
 
     @property
     def known(self) -> bool:
@@ -60,6 +63,27 @@ class LinearTime:
         mean = self._x / self._weight
         average = self._y / self._weight
         return average + self.slope() * (load - mean)
+
+
+class Deviation:
+    """Mean and standard deviation of a ratio of measured to expected, over the recent past."""
+
+    def __init__(self, mean: float = 1.0, deviation: float = 0.05, forget: float = _FORGET) -> None:
+        """`mean`, `deviation`: assumed while little was observed; `forget`: weight of the past each time."""
+        self._forget = forget
+        self.mean = mean
+        self._variance = deviation * deviation
+
+    def observe(self, ratio: float) -> None:
+        """Add a ratio; an outlier counts as a stall, and is cut."""
+        distance = min(max(ratio - self.mean, -_STALL), _STALL)
+        self.mean += (1.0 - self._forget) * distance
+        self._variance = self._forget * (self._variance + (1.0 - self._forget) * distance * distance)
+
+    @property
+    def deviation(self) -> float:
+        """Standard deviation."""
+        return self._variance**0.5
 
 
 class Acceptance:

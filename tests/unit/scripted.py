@@ -161,7 +161,8 @@ class Target:
     def _grow(self, item: Growth) -> None:
         bets = self._open[item.seq_id]
         law = None if item.law is None else unpack_law(item.law, len(item.token_ids))
-        for i, (bet, token) in enumerate(zip(bets, item.token_ids, strict=True)):
+        assert len(item.token_ids) <= len(bets)
+        for i, (bet, token) in enumerate(zip(bets, item.token_ids)):  # the optional step may take only the first
             bet.chain.append(token)
             bet.laws.append(None if law is None else (law[0][i], law[1][i]))
 

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from vllm_ssd.config import SaguaroConfig
 from vllm_ssd.draft.engine import DraftEngine
 from vllm_ssd.draft.model import DraftModel
+from vllm_ssd.draft.pace import Pace
 from vllm_ssd.messages import Outcome
 
 from .scripted import VOCABULARY, ContextModel, Target, assert_greedy, context_logits, play_round
@@ -40,6 +41,12 @@ def usage(target: Target) -> float:
     target.tell(outcomes=[Outcome(-1, 0, [], [], 0)])  # unknown: reported lost, so that there is a push
     target.run()
     return target.pushes[-1].kv_usage
+
+
+def assert_greedy_chains(target: Target) -> None:
+    """As `assert_greedy`, for trees of several waves: only the first wave's forks hold the very best."""
+    target.forks.clear()
+    assert_greedy(target, context_logits, 0.0)
 
 
 def greedy(context: list[int], count: int) -> list[int]:
@@ -143,7 +150,48 @@ def test_the_optional_step_is_left_out_when_time_is_short() -> None:
     assert target.run()
     target.tell(outcomes=[target.outcome(0, [5])], verify_seconds=1e-9)
     assert target.run()
-    assert {len(bet.chain) for bet in target.branches(0)} == {1}  # nor is there time for depth
+    assert {len(bet.chain) for bet in target.branches(0)} == {K}
+
+
+def test_the_optional_step_takes_as_many_branches_as_there_is_time_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes all or none; the less probable branches go first."""
+    monkeypatch.setattr(Pace, "branches_of_one_more_step", lambda pace, num_branches: num_branches - 7)
+    target, _ = make()
+    target.tell([target.start(0, PROMPT)])
+    assert target.run()
+    assert [len(bet.chain) for bet in target.branches(0)] == [DEPTH] * 3 + [K] * 7
+    assert_greedy(target, context_logits, 0.0)
+    bet = target.branches(0)[5]
+    target.tell(outcomes=[target.outcome(0, [bet.prefix[-1]], bet.chain[:K])])  # its last draft has no KV yet
+    assert target.run()
+    assert_greedy(target, context_logits, 0.0)
+
+
+def test_an_overdue_verify_brings_more_branches() -> None:
+    """The draft idles while the prompts of others are prefilled, or bets twice on the same."""
+    target, _ = make(tree_budget="auto")
+    target.tell([target.start(0, PROMPT)])
+    assert target.run()
+    target.tell(outcomes=[target.outcome(0, [5], greedy([*PROMPT, 5], 2))], verify_seconds=1e-6)
+    assert target.run()
+    bets = [bet.prefix for bet in target.bets if len(bet.prefix) > len(PROMPT) + 1]
+    assert len(bets) == len(set(bets)) > 50
+    assert_greedy_chains(target)
+    bet = target.bets[-1]  # of the last wave: it can win as well
+    target.tell(outcomes=[target.outcome(0, bet.prefix[len(PROMPT) + 1 :], bet.chain[:K])])
+    assert target.run()
+    assert_greedy_chains(target)
+    assert target.branches(0)[0].prefix[: len(bet.prefix)] == bet.prefix
+
+
+def test_a_fixed_number_of_branches_stays_what_it_is() -> None:
+    """An experiment's width depends on the load of the machine."""
+    target, _ = make(tree_budget=7)
+    target.tell([target.start(0, PROMPT)])
+    assert target.run()
+    target.tell(outcomes=[target.outcome(0, [5])], verify_seconds=1e-6)
+    assert target.run()
+    assert len([bet for bet in target.bets if len(bet.prefix) == len(PROMPT) + 2]) == 7
 
 
 def test_drafts_cut_by_the_scheduler_keep_the_trunk() -> None:
@@ -201,16 +249,17 @@ def test_depth_zero_idles() -> None:
 
 def test_a_verify_too_short_for_the_tree_gets_a_narrower_one() -> None:
     """A tree that cannot be ready in time is built all the same."""
-    target, _ = make()
+    target, _ = make(tree_budget="auto")
     target.tell([target.start(0, PROMPT)])
     assert target.run()
+    before = len(target.bets)
     target.tell(outcomes=[target.outcome(0, [5])], verify_seconds=1e-6)
-    assert target.run()
-    [bet] = target.branches(0)
+    target.run(3)  # glue, fork, one step
+    [bet] = target.bets[before:]
     assert len(bet.chain) == 1
     target.tell(outcomes=[target.outcome(0, [6])], verify_seconds=1e3)
     assert target.run()
-    assert len(target.branches(0)) == 10
+    assert len(target.branches(0)) == VOCABULARY
     assert {len(bet.chain) for bet in target.branches(0)} == {DEPTH}
 
 

@@ -31,7 +31,12 @@ TO_TARGET = [
     Idle(3),
     Push(4, [], [], [], 0.0, 0.0),
     Push(
-        5, [Branches(1, 5, 9, [2, 3], [0, 2], [8, 9]), Growth(1, [4, 5], None), Growth(2, [6, 7], LAW)], [3], [2], 1.5, 0.5
+        5,
+        [Branches(1, 5, 9, [2, 3], [0, 2], [8, 9]), Growth(1, [4, 5], None), Growth(2, [6, 7], LAW)],
+        [3],
+        [2],
+        1.5,
+        0.5,
     ),
 ]
 small = st.integers(0, 2**31 - 1)

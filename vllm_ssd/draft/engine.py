@@ -6,6 +6,7 @@ steps a new round may come in and make some of the work worthless. Knows nothing
 processes or sockets.
 """
 
+import math
 import time
 
 import numpy as np
@@ -16,7 +17,8 @@ from vllm_ssd.draft.batch import FlatBatch, causal_group, flatten
 from vllm_ssd.draft.drawing import Drawer
 from vllm_ssd.draft.forecast import Forecast
 from vllm_ssd.draft.kv_cache import SlotPool
-from vllm_ssd.draft.sequence import Branch, Candidates, Sequence
+from vllm_ssd.draft.pace import Pace
+from vllm_ssd.draft.sequence import Candidates, Sequence
 from vllm_ssd.messages import Branches, Growth, Law, Outcome, Push, Round, Start, unpack_tokens
 from vllm_ssd.sampling import top_tokens
 from vllm_ssd.statistics import LinearTime
@@ -26,7 +28,7 @@ _PREFILL_CHUNK = (16, 512)  # tokens, least and most in one forward
 _PREFILL_SECONDS = 0.25  # a forward must not be longer, or outcomes wait for it
 _BUSY_PREFILL_SECONDS = 0.005  # the same while trees are to be built
 _RECENT_ROUNDS = 1  # a step may bring two rounds: new prompts, then outcomes
-_VERIFY_SHARE = 0.82  # the part of a verify that a tree may take
+_MOST_BRANCHES = 4  # times the planned ones, while a verify is overdue
 
 
 class DraftEngine:
@@ -42,12 +44,10 @@ class DraftEngine:
         self._sequences: dict[int, Sequence] = {}
         self._forecast = Forecast(config)
         self._drawer = Drawer(config.draft_top_m, config.saguaro_c, seed)
-        self._step_time = LinearTime()  # by number of branches
+        self._pace = Pace(config.tree_budget)
         self._prefill_time = LinearTime()  # by number of tokens
         self._round_id = -1
         self._depth = config.num_speculative_tokens
-        self._verify_seconds = 0.0
-        self._verify_began = 0.0
         self._items: list[Branches | Growth] = []
         self._lost: list[int] = []
         self._declined: list[int] = []
@@ -55,12 +55,16 @@ class DraftEngine:
 
     # ---- what the target tells ----
 
-    def begin_round(self, message: Round) -> None:
-        """Take in what a step of the target brought; drops the work it made worthless."""
+    def begin_round(self, message: Round, earliest: float | None = None) -> None:
+        """Take in what a step of the target brought; drops the work it made worthless.
+
+        `earliest`: when the message may have come, by `time.perf_counter()`; None: just now.
+        """
         self._round_id = message.round_id
         self._depth = message.depth
-        self._verify_seconds = message.verify_seconds
-        self._verify_began = time.perf_counter()
+        now = time.perf_counter()
+        came_at = now if earliest is None else min(max(message.sent_at, earliest), now)
+        self._pace.begin_round(message.verify_seconds, came_at, observe=bool(message.outcomes))
         for seq_id in message.finished:
             if (sequence := self._sequences.pop(seq_id, None)) is not None:
                 sequence.drop_kv()
@@ -83,7 +87,7 @@ class DraftEngine:
         if sequence is None or len(sequence.tokens) + len(outcome.emitted) != outcome.length:
             self._lose(outcome.seq_id)
             return
-        self._forecast.learn(sequence, outcome.emitted)
+        self._forecast.remember(sequence, outcome.emitted)
         sequence.advance(outcome.emitted, outcome.drafts)
         sequence.rest()
         sequence.wanted = outcome.wanted
@@ -129,6 +133,9 @@ class DraftEngine:
             self._tree_step(growing)
         elif prefill:
             self._prefill(prefill[0], _PREFILL_SECONDS)
+        elif self._pace.overdue and (extensible := self._extensible()):
+            self._pace.extend()
+            self._fork(extensible)
         else:
             return False
         if prefill and (glue or growing):
@@ -160,10 +167,22 @@ class DraftEngine:
                 glue.append(sequence)
             elif sequence.fork_due:
                 forks.append(sequence)
-            elif sequence.steps_left > 1 or self._has_time_for_one_more(sequence):
+            elif sequence.steps_left:
                 growing.append(sequence)
         prefill.sort(key=lambda s: -s.last_round)
         return glue, waiting, growing, prefill, forks
+
+    def _extensible(self) -> list[Sequence]:
+        """Sequences whose trees are done and may get another wave once the verification is overdue."""
+        most = _MOST_BRANCHES * self._config.most_branches
+        if not self._depth:
+            return []
+        known = self._sequences.values()
+        return [s for s in known if 0 < len(s.branches) < most and not s.is_exhausted and self._is_recent(s)]
+
+    def seconds_until_overdue(self) -> float:
+        """How long to wait for an outcome before there is work again; infinite if there will be none."""
+        return self._pace.seconds_until_overdue() if self._extensible() else math.inf
 
     def _prefill(self, sequence: Sequence, seconds: float) -> None:
         """One chunk of a prompt, of about this length in time."""
@@ -176,16 +195,9 @@ class DraftEngine:
         if len(sequence.slots) > before:
             self._prefill_time.observe(len(sequence.slots) - before, time.perf_counter() - began)
 
-    def _has_time_for_one_more(self, sequence: Sequence) -> bool:
-        """Whether the last, optional tree step is over before the next outcome, which it would delay."""
-        if sequence.steps_left == 1 and self._verify_seconds > 0:
-            elapsed = time.perf_counter() - self._verify_began
-            if elapsed + self._step_time.seconds(len(sequence.branches)) > self._verify_seconds:
-                sequence.steps_left = 0
-        return sequence.steps_left > 0
-
     def _feed_pending(self, sequences: list[Sequence], limit: int) -> None:
         """Compute the KV of tokens that have none, and the candidates after the last of them."""
+        began = time.perf_counter()
         groups, fed = [], []
         for sequence in sequences:
             pending = sequence.pending[:limit]
@@ -213,6 +225,8 @@ class DraftEngine:
         top = self._forward(flatten(groups, self._model.device, logit_rows))
         for sequence, candidates in zip(owners, self._candidates(*top)):
             sequence.candidates.append(candidates)
+        if flat <= _GLUE_LIMIT:
+            self._pace.observe_step(flat, time.perf_counter() - began)
 
     def _jit_step(self, sequences: list[Sequence]) -> None:
         """One more draft for each row that the target waits for."""
@@ -232,52 +246,68 @@ class DraftEngine:
             self._items.append(Growth(sequence.seq_id, [token_id], law.get(0)))
             sequence.trunk.append(token_id)
             sequence.wanted -= 1
-        self._verify_began = time.perf_counter()  # the target waited until now
+        self._pace.restart_clock()
 
     def _fork(self, sequences: list[Sequence]) -> None:
-        """Hang the branches: at row j the top candidates without the trunk's own next token."""
-        budget, depth = self._budget(sequences)
+        """Hang a wave of branches: at row j the top candidates without the trunk's own next token."""
+        self._forecast.learn()
+        width, depth = self._pace.size(len(sequences), max(self._depth, 1))
         for sequence in sequences:
             sequence.fork_due = False
-            outcomes = self._forecast.outcomes(sequence, budget)
-            sequence.branches = [Branch(offset, [token_id]) for offset, token_id in outcomes]
+            built = {(branch.offset, branch.tokens[0]) for branch in sequence.branches}
+            outcomes = self._forecast.outcomes(sequence, len(built) + width)
+            outcomes = [outcome for outcome in outcomes if outcome not in built][:width]
             # One step more than is handed out: it computes the KV and the candidates of the last
             # draft, so that a hit needs no glue. If there is no time for it, nothing is late.
-            sequence.steps_left = depth + 1 if outcomes else 0
+            sequence.hang(outcomes, steps=depth + 1)
             if outcomes:
                 offsets, token_ids = map(list, zip(*outcomes))
                 self._items.append(self._branches(sequence, offsets, token_ids))
 
     def _tree_step(self, sequences: list[Sequence]) -> None:
-        """One token for each branch of all sequences, in one flat batch."""
+        """One token for each branch of all waves, in one flat batch."""
         began = time.perf_counter()
-        groups, grown = [], []
-        for sequence in sequences:
-            slots = self._take_slots(len(sequence.branches), sequences)
+        groups, grown, tips = [], [], []
+        for sequence, count in self._growing_branches(sequences):
+            slots = self._take_slots(count, sequences)
             if slots is None:
                 sequence.rest()  # what is built stays; it just grows no deeper
                 continue
-            for branch, slot in zip(sequence.branches, slots.tolist()):
+            for branch, slot in zip(sequence.wave, slots.tolist()):
                 branch.slots.append(slot)
             groups.append(sequence.branch_group(slots))
-            grown.append(sequence)
+            grown.append((sequence, count))
+            tips += sequence.wave[:count]
         if not groups:
             return
         candidates = self._candidates(*self._forward(flatten(groups, self._model.device)))
-        owners = [sequence for sequence in grown for _ in sequence.branches]
-        branches = [branch for sequence in grown for branch in sequence.branches]
-        depths = [len(branch.tokens) - 1 for branch in branches]
+        owners = [sequence for sequence, count in grown for _ in range(count)]
+        depths = [len(branch.tokens) - 1 for branch in tips]
         token_ids, laws = self._drawer.next_tokens(owners, candidates, depths, self._forecast.fan_out())
-        for branch, token_id, after in zip(branches, token_ids, candidates):
+        for branch, token_id, after in zip(tips, token_ids, candidates):
             branch.candidates.append(after)
             branch.tokens.append(token_id)
         self._push_growth(grown, token_ids, laws)
-        self._step_time.observe(len(branches), time.perf_counter() - began)
+        self._pace.observe_step(len(tips), time.perf_counter() - began)
 
-    def _push_growth(self, grown: list[Sequence], token_ids: list[int], laws: dict[int, Law]) -> None:
+    def _growing_branches(self, sequences: list[Sequence]) -> list[tuple[Sequence, int]]:
+        """How many of each wave's branches grow now: all, in the optional last step those there is time for."""
+        last = [sequence for sequence in sequences if sequence.steps_left == 1]
+        most = self._pace.branches_of_one_more_step(sum(len(sequence.wave) for sequence in last))
+        growing = []
+        for sequence in sequences:
+            count = len(sequence.wave)
+            if sequence.steps_left == 1:
+                count = min(count, most // len(last))
+            if count:
+                growing.append((sequence, count))
+            else:
+                sequence.steps_left = 0
+        return growing
+
+    def _push_growth(self, grown: list[tuple[Sequence, int]], token_ids: list[int], laws: dict[int, Law]) -> None:
         row = 0
-        for index, sequence in enumerate(grown):
-            count = len(sequence.branches)
+        for index, (sequence, count) in enumerate(grown):
             self._items.append(Growth(sequence.seq_id, token_ids[row : row + count], laws.get(index)))
             sequence.steps_left -= 1
             row += count
@@ -287,18 +317,6 @@ class DraftEngine:
     def _branches(self, sequence: Sequence, offsets: list[int], token_ids: list[int]) -> Branches:
         trunk = list(sequence.trunk)
         return Branches(sequence.seq_id, self._round_id, len(sequence.tokens), trunk, offsets, token_ids)
-
-    def _budget(self, sequences: list[Sequence]) -> tuple[int, int]:
-        """Branches and depth for each sequence: depth · t_tree(N) must fit what is left of the verify."""
-        width, depth = self._config.tree_budget, max(self._depth, 1)
-        if self._verify_seconds > 0 and self._step_time.known:
-            rows = max(len(sequences), sum(1 for s in self._sequences.values() if s.steps_left or s.fork_due))
-            available = _VERIFY_SHARE * self._verify_seconds - (time.perf_counter() - self._verify_began)
-            while width > 1 and depth * self._step_time.seconds(width * rows) > available:
-                width -= 1
-            while depth > 1 and depth * self._step_time.seconds(width * rows) > available:
-                depth -= 1
-        return width, depth
 
     def _take_slots(self, count: int, batch: list[Sequence]) -> np.ndarray | None:
         """Slots for a sequence of `batch`; evicts sequences that no recent round had, oldest first."""
@@ -311,7 +329,10 @@ class DraftEngine:
 
     def _idle(self) -> list[Sequence]:
         """Sequences with KV that may be evicted."""
-        return [s for s in self._sequences.values() if len(s.slots) and s.last_round < self._round_id - _RECENT_ROUNDS]
+        return [s for s in self._sequences.values() if len(s.slots) and not self._is_recent(s)]
+
+    def _is_recent(self, sequence: Sequence) -> bool:
+        return sequence.last_round >= self._round_id - _RECENT_ROUNDS
 
     def _has_room(self, sequence: Sequence) -> bool:
         """Whether what the sequence lacks fits the KV cache; if not, it is not even begun."""

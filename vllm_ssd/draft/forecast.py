@@ -4,6 +4,8 @@ Learns from each outcome where verifications stop and how far the draft's probab
 taken at their word. Knows nothing about KV, models or time.
 """
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from vllm_ssd.config import SaguaroConfig
@@ -12,29 +14,51 @@ from vllm_ssd.fanout import FanOut, Sharpness, most_probable_outcomes
 from vllm_ssd.statistics import Acceptance
 
 _MAX_FAN_OUT = 32  # alternatives considered at one position
+_MOST_LESSONS = 64
+
+
+@dataclass(frozen=True)
+class _Lesson:
+    """An outcome, and what was known before it."""
+
+    samples: bool
+    num_drafts: int
+    candidates: list[Candidates]  # after the committed tokens, and after each draft
+    logits: list[np.ndarray]  # of the same, at the request's temperature
+    emitted: list[int]
 
 
 class Forecast:
     """Bets for all sequences."""
 
     def __init__(self, config: SaguaroConfig) -> None:
-        self.num_candidates = min(config.tree_budget, _MAX_FAN_OUT) + 1
+        self.num_candidates = min(config.most_branches, _MAX_FAN_OUT) + 1
         """Candidates wanted of each row: the trunk's own token may be among them."""
         self._fan_out = FanOut(config.fan_out)
-        self._budget = config.tree_budget
+        self._budget = config.most_branches
         self._num_drafts = config.num_speculative_tokens
         self._acceptance = Acceptance(config.num_speculative_tokens)
+        self._lessons: list[_Lesson] = []
         self._sharpness = {False: Sharpness(), True: Sharpness()}  # greedy rows, sampled rows
 
-    def learn(self, sequence: Sequence, emitted: list[int]) -> None:
-        """The verification of `sequence`'s trunk emitted these tokens."""
-        if sequence.trunk:
-            self._acceptance.observe(len(sequence.trunk), len(emitted) - 1)
-        sharpness = self._sharpness[sequence.samples]
-        for candidates, token_id in zip(sequence.candidates, emitted):
-            (found,) = np.nonzero(candidates.token_ids[: self.num_candidates] == token_id)
-            if len(found):
-                sharpness.observe(self._scaled(sequence, candidates), int(found[0]))
+    def remember(self, sequence: Sequence, emitted: list[int]) -> None:
+        """The verification of `sequence`'s trunk emitted these tokens; called before the sequence takes them in."""
+        logits = [self._scaled(sequence, candidates) for candidates in sequence.candidates]
+        self._lessons.append(_Lesson(sequence.samples, len(sequence.trunk), list(sequence.candidates), logits, emitted))
+        if len(self._lessons) > _MOST_LESSONS:
+            self.learn()
+
+    def learn(self) -> None:
+        """Draw the lessons of what was remembered: later, so that no target waits for it."""
+        for lesson in self._lessons:
+            if lesson.num_drafts:
+                self._acceptance.observe(lesson.num_drafts, len(lesson.emitted) - 1)
+            sharpness = self._sharpness[lesson.samples]
+            for candidates, logits, token_id in zip(lesson.candidates, lesson.logits, lesson.emitted):
+                (found,) = np.nonzero(candidates.token_ids[: self.num_candidates] == token_id)
+                if len(found):
+                    sharpness.observe(logits, int(found[0]))
+        self._lessons.clear()
 
     def outcomes(self, sequence: Sequence, budget: int) -> list[tuple[int, int]]:
         """At most `budget` bets: (drafts accepted, token that follows)."""

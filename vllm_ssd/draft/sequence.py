@@ -40,7 +40,9 @@ class Sequence:
         self.trunk: list[int] = []
         self.slots = SlotList(pool)
         self.candidates: list[Candidates] = []
-        self.branches: list[Branch] = []
+        self.branches: list[Branch] = []  # all that hang on the trunk, in waves
+        self.wave: list[Branch] = []  # those that grow: all of one length, the most probable first
+        self.is_exhausted = False  # there is no outcome left to bet on
         self.wanted = 0  # JIT drafts still to build before the tree
         self.fork_due = False
         self.steps_left = 0  # tree steps until the branches are full
@@ -73,7 +75,16 @@ class Sequence:
         for branch in self.branches:
             self._pool.give_back(np.asarray(branch.slots, dtype=np.int64))
         self.branches = []
+        self.wave = []
+        self.is_exhausted = False
         self.steps_left = 0
+
+    def hang(self, outcomes: list[tuple[int, int]], steps: int) -> None:
+        """A wave of branches, to be grown by so many tokens: (drafts accepted, token that follows)."""
+        self.wave = [Branch(offset, [token_id]) for offset, token_id in outcomes]
+        self.branches += self.wave
+        self.steps_left = steps if self.wave else 0
+        self.is_exhausted = not self.wave
 
     def rest(self) -> None:
         """Nothing is to be built until the next outcome; what was built stays."""
@@ -116,11 +127,11 @@ class Sequence:
         del self.candidates[kept + 1 :]
 
     def branch_group(self, slots: np.ndarray) -> Group:
-        """The tips of all branches, whose KV goes to `slots` ([num_branches]).
+        """The tips of the wave, or of its first branches, whose KV goes to `slots` ([num_branches]).
 
         Each tip attends to the trunk above it and to its own tail.
         """
-        branches = self.branches
+        branches = self.wave[: len(slots)]
         trunk = self.slots.view()
         tails = np.asarray([branch.slots for branch in branches], dtype=np.int64)  # [n, depth]
         depth = tails.shape[1]

@@ -106,7 +106,7 @@ def _load(settings: ServerSettings, channel: Channel):
     config = SaguaroConfig(**settings.config)
     model = DraftModel(config, torch.device(settings.device), settings.vocab_size)
     most_useful = settings.max_num_seqs * (
-        settings.max_model_len + (config.tree_budget + 1) * (config.num_speculative_tokens + 1)
+        settings.max_model_len + (config.most_branches + 1) * (config.num_speculative_tokens + 1)
     )
     num_slots = model.allocate_kv_cache(config.draft_kv_cache_memory_bytes, most_useful)
     model.warm_up()
@@ -119,18 +119,20 @@ def _load(settings: ServerSettings, channel: Channel):
 def _serve(channel: Channel, engine) -> None:
     """The loop: take in what came, do one step, push what it built."""
     busy = False
+    polled_at = 0.0
     round_id = -1
     last_sign = time.monotonic()
     outbox: deque[bytes] = deque()  # a target that is idle for long reads nothing; no push may be left out
     while True:
-        data = channel.receive(0.0 if busy else _IDLE_SIGN_SECONDS)
+        data = channel.receive(0.0 if busy else min(_IDLE_SIGN_SECONDS, engine.seconds_until_overdue()))
         while data is not None:
             message = _decode(data)
             if message.closing:
                 return
-            engine.begin_round(message)
+            engine.begin_round(message, polled_at if busy else None)
             round_id = message.round_id
             data = channel.receive()
+        polled_at = time.perf_counter()
         busy = engine.step()
         push = engine.take_push()
         if push is None and not outbox and time.monotonic() - last_sign > _IDLE_SIGN_SECONDS:

@@ -1,0 +1,155 @@
+"""Pace: trees fit the verify that they hide behind. Times are scripted."""
+
+import random
+
+import pytest
+
+from vllm_ssd.config import AUTO_BRANCHES
+from vllm_ssd.draft import pace as pace_module
+from vllm_ssd.draft.pace import _WIDTHS, Pace
+
+GLUE, BRANCH = 2e-3, 0.1e-3  # seconds of a step, and of each of its tokens
+
+
+class Clock:
+    """Stands in for the `time` module."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(pace_module, "time", clock)
+    return clock
+
+
+def step_seconds(num_tokens: int) -> float:
+    return GLUE + BRANCH * num_tokens
+
+
+def measured(tree_budget: int | str = "auto") -> Pace:
+    pace = Pace(tree_budget)
+    for num_tokens in (1, 4, 20, 40) * 5:
+        pace.observe_step(num_tokens, step_seconds(num_tokens))
+    return pace
+
+
+@pytest.mark.parametrize("sequences", (1, 2, 8))
+@pytest.mark.parametrize("verify_ms", (5, 12, 20, 60))
+def test_the_widest_tree_that_fits(clock: Clock, sequences: int, verify_ms: int) -> None:
+    """Trees are late, or leave time unused."""
+    pace = measured()
+    pace.begin_round(1e-3 * verify_ms, clock.now)
+    depth = 4
+    width, steps = pace.size(sequences, depth)
+    left = pace.share * 1e-3 * verify_ms
+    if width < AUTO_BRANCHES and steps == depth:
+        assert width == 1 or steps * step_seconds(width * sequences) <= left
+        wider = _WIDTHS[_WIDTHS.index(width) + 1]
+        assert steps * step_seconds(wider * sequences) > left
+    if steps < depth:
+        assert width == 1
+        assert (steps + 1) * step_seconds(sequences) > left
+    if verify_ms == 60 and sequences == 1:  # time enough
+        assert (width, steps) == (AUTO_BRANCHES, depth)
+
+
+def test_what_is_spent_counts(clock: Clock) -> None:
+    """A late glue does not narrow the tree."""
+    pace = measured()
+    pace.begin_round(20e-3, clock.now)
+    at_once, _ = pace.size(1, 4)
+    clock.now += 4e-3
+    later, _ = pace.size(1, 4)
+    assert 1 < later < at_once
+    pace.restart_clock()
+    assert pace.size(1, 4) == (at_once, 4)
+    pace.begin_round(20e-3, clock.now - 4e-3, observe=False)  # it came while a step was under way
+    assert pace.size(1, 4) == (later, 4)
+
+
+def test_a_fixed_width_is_kept(clock: Clock) -> None:
+    """A number given by the user shrinks."""
+    pace = measured(50)
+    pace.begin_round(5e-3, clock.now)
+    assert pace.size(8, 4) == (50, 4)
+    clock.now += 1.0
+    assert not pace.overdue
+
+
+def test_nothing_known_takes_a_usual_width(clock: Clock) -> None:
+    """Without measurements the tree is empty or huge."""
+    pace = Pace("auto")
+    pace.begin_round(0.0, clock.now)
+    width, depth = pace.size(4, 3)
+    assert (8 <= width <= AUTO_BRANCHES, depth) == (True, 3)
+    assert pace.branches_of_one_more_step(9) == 9
+    assert not pace.overdue
+
+
+def test_one_more_step_takes_what_there_is_time_for(clock: Clock) -> None:
+    """The optional step takes all or none, or runs into the next outcome."""
+    pace = measured()
+    pace.begin_round(20e-3, clock.now)
+    assert pace.branches_of_one_more_step(30) == 30
+    clock.now += 20e-3 - step_seconds(6) - 0.5 * BRANCH
+    assert pace.branches_of_one_more_step(30) == 6
+    clock.now += 2e-3
+    assert pace.branches_of_one_more_step(30) == 0
+
+
+def test_overdue(clock: Clock) -> None:
+    """A delayed verify is not noticed, or every verify counts as one."""
+    pace = measured()
+    pace.begin_round(20e-3, clock.now)
+    assert not pace.overdue
+    clock.now += 20e-3
+    assert not pace.overdue
+    assert 0 < pace.seconds_until_overdue() < 5e-3
+    clock.now += 5e-3
+    assert pace.overdue
+    pace.extend()
+    assert not pace.overdue
+
+
+@pytest.mark.parametrize(("verify_deviation", "step_deviation"), ((0.03, 0.02), (0.08, 0.02), (0.02, 0.1)))
+def test_late_trees_are_rare_and_little_time_is_idle(
+    clock: Clock, verify_deviation: float, step_deviation: float
+) -> None:
+    """Times that vary make many trees late, or make all trees small."""
+    pace, generator = measured(), random.Random(0)
+    late, used = [], []
+    for _ in range(3000):
+        pace.begin_round(20e-3, clock.now)
+        width, depth = pace.size(1, 4)
+        for _ in range(depth):
+            seconds = step_seconds(width) * generator.gauss(1.0, step_deviation)
+            clock.now += seconds
+            pace.observe_step(width, seconds)
+        pace.observe_step(1, step_seconds(1))
+        spent, verify = clock.now - pace._began, 20e-3 * generator.gauss(1.04, verify_deviation)
+        late.append(spent > verify)
+        used.append(spent / 20e-3)
+        clock.now += max(verify - spent, 0.0)
+    assert sum(late[500:]) / 2500 < 0.1
+    assert sum(used[500:]) / 2500 > 0.8 - 2 * max(verify_deviation, step_deviation)  # widths are coarse
+
+
+def test_one_stall_does_not_make_all_trees_small(clock: Clock) -> None:
+    """A machine that hung for a moment drafts little for long."""
+    pace = measured()
+    for _ in range(200):
+        pace.begin_round(20e-3, clock.now)
+        clock.now += 20e-3
+    before = pace.share
+    pace.begin_round(20e-3, clock.now)
+    clock.now += 5.0
+    for _ in range(100):
+        pace.begin_round(20e-3, clock.now)
+        clock.now += 20e-3
+    assert pace.share > before - 0.1

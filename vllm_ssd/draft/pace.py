@@ -1,0 +1,125 @@
+"""How wide and how deep trees may grow: what fits the verification that they hide behind.
+
+glue + d · t_tree(N) ≤ share · T_verify, with every time measured. The share leaves room for what
+varies, the verifies and the steps. Knows nothing about models or sequences.
+"""
+
+import math
+import time
+
+from vllm_ssd.config import AUTO_BRANCHES
+from vllm_ssd.statistics import Deviation, LinearTime
+
+_FIRST_BRANCHES = 32  # while nothing was measured
+_DEVIATIONS = 1.0  # standard deviations of the times that a tree leaves free
+_LEAST_SHARE = 0.8  # on a restless machine too: narrow trees cost more than late ones
+_SLOW = 0.998  # weight of the past: how the time of a step grows with its tokens hardly changes
+_FAST = 0.95  # how fast the device is now, may
+_OVERDUE = 1.1  # times the expected verify
+_WIDTHS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, AUTO_BRANCHES)  # few: each new shape costs a compilation on a CPU
+
+
+class Pace:
+    """The clock of the rounds, and the sizes that fit."""
+
+    def __init__(self, tree_budget: int | str) -> None:
+        """`tree_budget`: branches a request, or "auto"."""
+        self._fixed = None if tree_budget == "auto" else int(tree_budget)
+        self._step_time = LinearTime(_SLOW)  # by number of tokens: tips of branches, or a few to glue
+        self._verify_ratio = Deviation()  # measured to expected
+        self._step_ratio = Deviation(forget=_FAST)
+        self._verify_seconds = 0.0
+        self._began = 0.0
+        self._extended = False
+
+    def begin_round(self, verify_seconds: float, began: float, observe: bool = True) -> None:
+        """The target verifies since `began`, for about so long; 0 if that is unknown.
+
+        `observe`: a verification has just ended, the one that the last call spoke of.
+        """
+        if observe and self._verify_seconds > 0.0 and not self._extended:
+            self._verify_ratio.observe((began - self._began) / self._verify_seconds)
+        self._verify_seconds = verify_seconds
+        self._extended = False
+        self._began = began
+
+    def restart_clock(self) -> None:
+        """The target waited until now before it could verify."""
+        self._began = time.perf_counter()
+
+    def extend(self) -> None:
+        """The verification is overdue: expect it to take once more as long."""
+        self._extended = True
+        self._began = time.perf_counter()
+
+    def observe_step(self, num_tokens: int, seconds: float) -> None:
+        """A step over so many tokens took so long: the tips of all branches, or a glue."""
+        if self._step_time.known:
+            self._step_ratio.observe(seconds / self._step_time.seconds(num_tokens))
+        self._step_time.observe(num_tokens, seconds)
+
+    def size(self, sequences: int, depth: int) -> tuple[int, int]:
+        """Branches and depth for each of so many trees; a fixed number of branches stays what it is.
+
+        A tree keeps at least one branch and one step: drafts that come late still help a little.
+        """
+        width = self._fixed or (AUTO_BRANCHES if self._timed else _FIRST_BRANCHES)
+        if not self._timed:
+            return width, depth
+        left = self._seconds_left
+        if self._fixed is None:
+            width = _usual_width(self._branches_within(left / depth) // sequences)
+        if width < 1:
+            return 1, max(min(int(left / self._step_seconds(sequences)), depth), 1)
+        return width, depth
+
+    def branches_of_one_more_step(self, num_branches: int) -> int:
+        """Of so many branches, those that one more step may take and be over before the outcome; maybe 0."""
+        if not self._timed:
+            return num_branches
+        most = self._branches_within(self._verify_ratio.mean * self._verify_seconds - self._elapsed)
+        return num_branches if most >= num_branches else _usual_width(most)
+
+    @property
+    def overdue(self) -> bool:
+        """Whether the verification takes longer than expected, as when others' prompts are prefilled."""
+        return self.seconds_until_overdue() <= 0.0
+
+    def seconds_until_overdue(self) -> float:
+        """How long until then; infinite while nothing is expected."""
+        if not self._timed or self._fixed is not None:
+            return math.inf
+        return _OVERDUE * self._verify_seconds - self._elapsed
+
+    @property
+    def _timed(self) -> bool:
+        return self._verify_seconds > 0.0 and self._step_time.known
+
+    @property
+    def share(self) -> float:
+        """The part of an expected verify that a tree may take."""
+        spread = math.hypot(self._verify_ratio.deviation, self._step_ratio.deviation)
+        return max(self._verify_ratio.mean - _DEVIATIONS * spread, _LEAST_SHARE)
+
+    @property
+    def _seconds_left(self) -> float:
+        return self.share * self._verify_seconds - self._elapsed
+
+    @property
+    def _elapsed(self) -> float:
+        return time.perf_counter() - self._began
+
+    def _step_seconds(self, num_tokens: int) -> float:
+        return self._step_ratio.mean * self._step_time.seconds(num_tokens)
+
+    def _branches_within(self, seconds: float) -> int:
+        """The most branches of a step that takes no longer than `seconds`; 0 if even one does."""
+        first, slope = self._step_seconds(1), self._step_ratio.mean * self._step_time.slope()
+        if seconds < first:
+            return 0
+        return 1 + int((seconds - first) / slope) if slope > 0.0 else AUTO_BRANCHES
+
+
+def _usual_width(most: int) -> int:
+    """The largest of a few widths that is at most `most`; 0 if none is."""
+    return max((width for width in _WIDTHS if width <= most), default=0)
