@@ -48,8 +48,9 @@ class SaguaroConfig:
     """How branches are spread over the K+1 positions where a verification may stop: "measured"
     (the most probable outcomes by the row's own draft probabilities, their sharpness measured),
     "geometric" (the paper's theorem), "uniform" or K+1 counts."""
-    saguaro_c: float = 1.0
-    """C of Saguaro sampling, in (0, 1]; 1 is off. No effect on greedy rows."""
+    saguaro_c: float | str = 1.0
+    """C of Saguaro sampling, in (0, 1], 1 is off; "auto": the one that brings the most tokens a second.
+    No effect on greedy rows."""
     draft_top_m: int = 64
     """Sampled drafts are drawn from the m most probable tokens of the draft."""
 
@@ -169,8 +170,10 @@ def _check_fan_out(config: SaguaroConfig) -> None:
 
 def _check_saguaro_c(config: SaguaroConfig) -> None:
     value = config.saguaro_c
+    if value == "auto":
+        return
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1:
-        _refuse("saguaro_c", value, "a number above 0 and up to 1 (1 is off)")
+        _refuse("saguaro_c", value, "'auto' or a number above 0 and up to 1 (1 is off)")
 
 
 def _check_start_timeout(config: SaguaroConfig) -> None:

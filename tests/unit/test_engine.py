@@ -15,6 +15,7 @@ from scipy.stats import chisquare
 from transformers import AutoModelForCausalLM
 
 from vllm_ssd.config import SaguaroConfig
+from vllm_ssd.draft.bandit import SaguaroBandit
 from vllm_ssd.draft.engine import DraftEngine
 from vllm_ssd.draft.model import DraftModel
 from vllm_ssd.draft.pace import Pace
@@ -550,9 +551,11 @@ FAN_OUT = [2, 3, 1, 0, 4]
 SAMPLING = {"temperature": 0.7, "top_k": 12, "top_p": 0.9}
 
 
-def test_sampled_drafts_come_with_the_law_they_were_drawn_from() -> None:
+@pytest.mark.parametrize("saguaro_c", (0.5, "auto"))
+def test_sampled_drafts_come_with_the_law_they_were_drawn_from(saguaro_c: float | str) -> None:
     """A law is not σ_{F,C} of its position, does not sum to 1, or does not hold its token: the output is wrong."""
-    target, _ = make(fan_out=FAN_OUT, saguaro_c=0.5, draft_top_m=16)
+    target, _ = make(fan_out=FAN_OUT, saguaro_c=saguaro_c, draft_top_m=16)
+    possible = (0.5,) if saguaro_c == 0.5 else SaguaroBandit("auto").values
     sampled = [target.start(seq_id, PROMPT[seq_id:], **SAMPLING) for seq_id in (0, 2)]
     target.tell([*sampled, target.start(1, PROMPT[::-1])])
     generator = random.Random(1)
@@ -560,7 +563,7 @@ def test_sampled_drafts_come_with_the_law_they_were_drawn_from() -> None:
         assert target.run()
         play_round(target, generator, K, VOCABULARY)
     assert target.run()
-    checked = 0
+    checked, values = 0, set()
     for bet in target.bets:
         for i, (token, law) in enumerate(zip(bet.chain, bet.laws, strict=True)):
             assert (law is None) == (bet.seq_id == 1)
@@ -570,13 +573,18 @@ def test_sampled_drafts_come_with_the_law_they_were_drawn_from() -> None:
             found = np.zeros(VOCABULARY)
             found[token_ids] += probs
             logits = context_logits(bet.prefix + tuple(bet.chain[:i]))
-            expected = reference_law(logits, 16, *SAMPLING.values(), fan_out=FAN_OUT[i], saguaro_c=0.5)
+            expected = [
+                reference_law(logits, 16, *SAMPLING.values(), fan_out=FAN_OUT[i], saguaro_c=c) for c in possible
+            ]
             assert len(token_ids) == 16
             assert probs.sum() == pytest.approx(1.0, abs=1e-5)
             assert found[token] > 0
-            assert np.allclose(found, expected, atol=1e-5)
+            used = [c for c, law in zip(possible, expected) if np.allclose(found, law, atol=1e-5)]
+            assert used
+            values.add(used[0])
             checked += 1
     assert checked > 200
+    assert len(values) > (saguaro_c == "auto"), "only one C was tried"
 
 
 @pytest.mark.parametrize("wanted", (0, 1))

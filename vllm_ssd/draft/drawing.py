@@ -13,10 +13,9 @@ from vllm_ssd.sampling import draw, saguaro_law
 class Drawer:
     """Draws drafts, and says from which law."""
 
-    def __init__(self, top_m: int, saguaro_c: float, seed: int | None = None) -> None:
+    def __init__(self, top_m: int, seed: int | None = None) -> None:
         """`top_m`: tokens a law keeps. Without `seed` the draws differ from run to run."""
         self._top_m = top_m
-        self._saguaro_c = saguaro_c
         self._generator = torch.Generator()
         if seed is None:
             self._generator.seed()
@@ -55,7 +54,7 @@ class Drawer:
             top_k=torch.full((rows,), sequence.top_k),
             top_p=torch.full((rows,), sequence.top_p),
             fan_out=torch.tensor(fan_out),
-            saguaro_c=self._saguaro_c,
+            saguaro_c=sequence.saguaro_c,
         )
         return draw(probs, self._generator).tolist(), ids, probs.numpy()
 

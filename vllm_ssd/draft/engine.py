@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from vllm_ssd.config import SaguaroConfig
+from vllm_ssd.draft.bandit import SaguaroBandit
 from vllm_ssd.draft.batch import FlatBatch, causal_group, flatten
 from vllm_ssd.draft.drawing import Drawer
 from vllm_ssd.draft.forecast import Forecast
@@ -43,11 +44,13 @@ class DraftEngine:
         self._pool = SlotPool(num_slots)
         self._sequences: dict[int, Sequence] = {}
         self._forecast = Forecast(config)
-        self._drawer = Drawer(config.draft_top_m, config.saguaro_c, seed)
+        self._drawer = Drawer(config.draft_top_m, seed)
+        self._bandit = SaguaroBandit(config.saguaro_c, seed)
         self._pace = Pace(config.tree_budget)
         self._prefill_time = LinearTime()  # by number of tokens
         self._round_id = -1
         self._depth = config.num_speculative_tokens
+        self._verify_seconds = 0.0
         self._items: list[Branches | Growth] = []
         self._lost: list[int] = []
         self._declined: list[int] = []
@@ -64,6 +67,7 @@ class DraftEngine:
         self._depth = message.depth
         now = time.perf_counter()
         came_at = now if earliest is None else min(max(message.sent_at, earliest), now)
+        self._verify_seconds = message.verify_seconds
         self._pace.begin_round(message.verify_seconds, came_at, observe=bool(message.outcomes))
         for seq_id in message.finished:
             if (sequence := self._sequences.pop(seq_id, None)) is not None:
@@ -79,6 +83,7 @@ class DraftEngine:
         tokens = unpack_tokens(start.token_ids).tolist()
         sequence = Sequence(start.seq_id, tokens, start.temperature, start.top_k, start.top_p, self._pool)
         sequence.trunk = list(start.drafts)
+        sequence.saguaro_c = self._bandit.choose()
         sequence.fork_due = self._depth > 0 and self._has_room(sequence)
         self._touch(sequence)
 
@@ -88,6 +93,8 @@ class DraftEngine:
             self._lose(outcome.seq_id)
             return
         self._forecast.remember(sequence, outcome.emitted)
+        if sequence.samples:
+            self._choose_c(sequence, outcome)
         sequence.advance(outcome.emitted, outcome.drafts)
         sequence.rest()
         sequence.wanted = outcome.wanted
@@ -96,6 +103,20 @@ class DraftEngine:
         else:
             self._decline(sequence)
         self._touch(sequence)
+
+    def _choose_c(self, sequence: Sequence, outcome: Outcome) -> None:
+        """Learn what came of the C that the trunk was drawn with, and choose the next tree's."""
+        foreseen = sequence.foresaw(outcome.emitted)
+        if sequence.trunk and sequence.trunk_c is not None:
+            self._bandit.observe(sequence.trunk_c, len(outcome.emitted), foreseen)
+        if not foreseen and self._verify_seconds:
+            # It waits for drafts, or the next verification goes without.
+            waits = outcome.wanted * self._pace.step_seconds(1)
+            self._bandit.observe_miss_cost(waits or 0.5 * self._verify_seconds, self._verify_seconds)
+        sequence.trunk_c = sequence.saguaro_c if foreseen and outcome.drafts else None
+        sequence.saguaro_c = self._bandit.choose()
+        if outcome.wanted:
+            sequence.trunk_c = sequence.saguaro_c
 
     def _touch(self, sequence: Sequence) -> None:
         sequence.last_round = self._round_id

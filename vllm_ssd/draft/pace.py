@@ -70,7 +70,7 @@ class Pace:
         if self._fixed is None:
             width = _usual_width(self._branches_within(left / depth) // sequences)
         if width < 1:
-            return 1, max(min(int(left / self._step_seconds(sequences)), depth), 1)
+            return 1, max(min(int(left / self.step_seconds(sequences)), depth), 1)
         return width, depth
 
     def branches_of_one_more_step(self, num_branches: int) -> int:
@@ -109,12 +109,13 @@ class Pace:
     def _elapsed(self) -> float:
         return time.perf_counter() - self._began
 
-    def _step_seconds(self, num_tokens: int) -> float:
+    def step_seconds(self, num_tokens: int) -> float:
+        """Expected time of a step over so many tokens; 0 while nothing was measured."""
         return self._step_ratio.mean * self._step_time.seconds(num_tokens)
 
     def _branches_within(self, seconds: float) -> int:
         """The most branches of a step that takes no longer than `seconds`; 0 if even one does."""
-        first, slope = self._step_seconds(1), self._step_ratio.mean * self._step_time.slope()
+        first, slope = self.step_seconds(1), self._step_ratio.mean * self._step_time.slope()
         if seconds < first:
             return 0
         return 1 + int((seconds - first) / slope) if slope > 0.0 else AUTO_BRANCHES

@@ -46,6 +46,8 @@ class Sequence:
         self.wanted = 0  # JIT drafts still to build before the tree
         self.fork_due = False
         self.steps_left = 0  # tree steps until the branches are full
+        self.saguaro_c = 1.0  # C that the tree, and what is drafted for a waiting target, is drawn with
+        self.trunk_c: float | None = None  # C that the trunk was drawn with; None: it was not drawn
         self.temperature = temperature
         self.top_k = top_k
         self.top_p = top_p
@@ -98,6 +100,13 @@ class Sequence:
         self.rest()
         self.slots.cut(0)
         self.candidates = []
+
+    def foresaw(self, emitted: list[int]) -> bool:
+        """Whether a branch, or the trunk, holds what a verification emitted."""
+        accepted = _common_prefix(emitted, self.trunk)
+        if len(emitted) == accepted:
+            return True
+        return len(emitted) == accepted + 1 and self._pick(accepted, emitted[accepted]) is not None
 
     def advance(self, emitted: list[int], drafts: list[int]) -> None:
         """Take an outcome: commit `emitted`, keep what it left standing, go on with `drafts`."""
