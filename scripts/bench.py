@@ -44,7 +44,7 @@ _GPU_MEMORY_SHARE = 0.9  # of a device, for all engines that are loaded at a tim
 def main() -> int:
     args = parse_args()
     cpu = not machine.has_gpu()
-    engines = plan.engines(args.methods, args.cores if cpu else ("target",), args.k)
+    engines = plan.engines(args.methods, args.cores if cpu else ("target",), args.k, list(args.variant))
     size = min(args.max_engines, len(engines))
     run = Run(read_prompts(args.prompts, args.limit), max(args.batch), 0.0, args.max_tokens, not args.stop_at_eos)
     if len(run.prompts) < run.batch:
@@ -73,13 +73,14 @@ def start_message(args: argparse.Namespace, cpu: bool, engines_at_a_time: int, e
         "enable_prefix_caching": False,  # repeats bring the same prompts
         "disable_log_stats": False,  # else vLLM counts no drafts
     }
+    options = {**args.options, **args.variant.get(engine.variant, {})}
     if cpu:
         common |= {"enforce_eager": True}
-        saguaro = {"draft_device": machine.draft_device(), **args.options} if engine.method == "saguaro" else {}
+        saguaro = {"draft_device": machine.draft_device(), **options} if engine.method == "saguaro" else {}
         cores = machine.cpu_cores("target" if engine.method == "saguaro" else engine.cores)
     else:
         common |= {"gpu_memory_utilization": _GPU_MEMORY_SHARE / engines_at_a_time}
-        saguaro, cores = args.options, None
+        saguaro, cores = options, None
     common |= args.engine_options
     return StartEngine(plan.llm_options(engine, args.target, args.draft, common, saguaro), cores)
 
@@ -120,6 +121,13 @@ def parse_args() -> argparse.Namespace:
     add("--k", type=positive, nargs="+", default=[5], help="speculative tokens")
     add("--cores", type=choices_of(plan.CORES), default=list(plan.CORES), help="of target,all (without a GPU)")
     add("--options", type=json_object, default={}, help="further options of saguaro, as a JSON object")
+    add(
+        "--variant",
+        type=named_json_object,
+        action="append",
+        default=[],
+        help="NAME=JSON: a setting of saguaro to compare with others, on top of --options; may be repeated",
+    )
     add("--engine-options", type=json_object, default={}, help="further options of every vllm.LLM, as a JSON object")
     add("--dtype", default="bfloat16")
     add("--max-model-len", type=positive)
@@ -132,6 +140,7 @@ def parse_args() -> argparse.Namespace:
     add("--json", type=Path, required=True, help="list of rows; what they share goes to *.setup.json beside it")
     add("--plot", type=Path, help="bars of tokens/s, as an image")
     args = parser.parse_args()
+    args.variant = dict(args.variant) or {"": {}}
     if args.draft is None and {"draft_model", "saguaro"} & set(args.methods):
         parser.error("--draft is needed for the methods draft_model and saguaro")
     return args
@@ -164,6 +173,14 @@ def json_object(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
     return value
+
+
+def named_json_object(text: str) -> tuple[str, dict[str, Any]]:
+    """NAME=JSON object."""
+    name, separator, value = text.partition("=")
+    if not name or not separator:
+        raise argparse.ArgumentTypeError(f'{text!r} is not NAME=JSON, such as wide={{"tree_budget": 64}}')
+    return name, json_object(value)
 
 
 if __name__ == "__main__":

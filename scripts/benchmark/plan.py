@@ -26,9 +26,12 @@ class Engine:
     """"target": the target's core or device alone; "all": those of the draft as well."""
     k: int
     """Speculative tokens; 0 without speculation."""
+    variant: str = ""
+    """Name of a setting of saguaro, where several are compared."""
 
     def __str__(self) -> str:
-        return f"{self.method}/{self.cores}" + (f"/k={self.k}" if self.k else "")
+        parts = (self.method, self.variant, self.cores, f"k={self.k}" if self.k else "")
+        return "/".join(part for part in parts if part)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,15 +63,19 @@ class Run:
     ignore_eos: bool
 
 
-def engines(methods: Sequence[str], cores: Sequence[str], ks: Sequence[int]) -> list[Engine]:
-    """All engines of a benchmark; those with the same K stand together.
+def engines(
+    methods: Sequence[str], cores: Sequence[str], ks: Sequence[int], variants: Sequence[str] = ("",)
+) -> list[Engine]:
+    """All engines of a benchmark; those with the same K stand together. `variants`: of saguaro.
 
     Saguaro always has the draft's core or device, so it counts as cores "all" only.
     """
     found: dict[Engine, None] = {}
     for k, method in itertools.product(ks, methods):
-        for where in ("all",) if method == "saguaro" else cores:
-            found[Engine(method, where, 0 if method == "none" else k)] = None
+        if method == "saguaro":
+            found |= dict.fromkeys(Engine(method, "all", k, variant) for variant in variants)
+        else:
+            found |= dict.fromkeys(Engine(method, where, 0 if method == "none" else k) for where in cores)
     return list(found)
 
 

@@ -13,6 +13,7 @@ Row = dict[str, Any]
 
 _COLUMNS = {  # key of a row -> (heading, format)
     "method": ("method", "s"),
+    "variant": ("variant", "s"),
     "cores": ("cores", "s"),
     "batch": ("batch", "d"),
     "temperature": ("temp", "g"),
@@ -79,7 +80,7 @@ def table(found: Sequence[Row]) -> str:
     cells = [[heading for heading, _ in _COLUMNS.values()]]
     for row in found:
         equal = None if row["equal_outputs"] is None else f"{row['equal_outputs']}/{row['requests']}"
-        shown = {**row, "equal": equal}
+        shown = {**row, "variant": row["variant"] or None, "equal": equal}
         cells.append(["-" if shown[key] is None else format(shown[key], spec) for key, (_, spec) in _COLUMNS.items()])
     columns = [column for column in zip(*cells, strict=True) if set(column[1:]) != {"-"}]
     padded = [[cell.rjust(max(map(len, column))) for cell in column] for column in columns]
@@ -113,15 +114,17 @@ def plot(found: Sequence[Row], title: str, path: Path) -> None:
 
 def _draw_panel(panel: Any, found: Sequence[Row]) -> None:
     batches = sorted({row["batch"] for row in found})
-    series = list(dict.fromkeys((row["method"], row["cores"]) for row in found))
+    series = list(dict.fromkeys((row["method"], row["variant"], row["cores"]) for row in found))
     width = 0.8 / len(series)
-    for number, (method, cores) in enumerate(series):
+    for number, (method, variant, cores) in enumerate(series):
         best: dict[int, Row] = {}
         for row in found:
-            if (row["method"], row["cores"]) == (method, cores):
+            if (row["method"], row["variant"], row["cores"]) == (method, variant, cores):
                 best[row["batch"]] = max(best.get(row["batch"], row), row, key=lambda each: each["tok_s"])
         places = [batches.index(batch) + (number - (len(series) - 1) / 2) * width for batch in best]
-        bars = panel.bar(places, [row["tok_s"] for row in best.values()], width, label=f"{method}, cores: {cores}")
+        bars = panel.bar(
+            places, [row["tok_s"] for row in best.values()], width, label=f"{method} {variant}, cores: {cores}"
+        )
         labels = [f"{row['tok_s']:.0f}" + (f"\nK={row['k']}" if row["k"] else "") for row in best.values()]
         panel.bar_label(bars, labels, fontsize="x-small")
     panel.set_xticks(range(len(batches)), [f"batch {batch}" for batch in batches])
