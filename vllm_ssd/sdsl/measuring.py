@@ -21,7 +21,8 @@ MOST_BRANCHES = 32  # candidates whose ranks are counted
 _LEAST_TOKENS = 2 * WINDOW
 _MOST_WINDOWS = 64
 _CONTEXT = 64  # tokens before the drafts of a chain
-_CHAINS_PER_WINDOW = 3
+_CHAINS_PER_WINDOW = 8
+_ENOUGH_CHAINS = 20.0  # that must arrive at a position for a rate of its own
 _WINDOWS_AT_A_TIME = 4
 
 Progress = Callable[[str], None]
@@ -185,6 +186,6 @@ def _chain_acceptance(
     reached = torch.cat([torch.ones_like(accepted[:, :1]), accepted[:, :-1]], dim=1).cumprod(1)
     totals = reached.sum(0)
     rates = (reached * accepted).sum(0) / totals.clamp(min=1e-12)
-    # Where hardly a chain arrives, the last well-known rate stands in.
-    known = [float(rate) for rate, total in zip(rates, totals) if float(total) >= 5.0] or [float(rates[0])]
-    return known + [known[-1]] * (MOST_DRAFTS - len(known))
+    # Where hardly a chain arrives, the rate over all positions stands in.
+    pooled = float((reached * accepted).sum() / totals.sum())
+    return [float(rate) if float(total) >= _ENOUGH_CHAINS else pooled for rate, total in zip(rates, totals)]
