@@ -51,6 +51,8 @@ class DraftEngine:
         self._items: list[Branches | Growth] = []
         self._lost: list[int] = []
         self._declined: list[int] = []
+        self._tree_seconds: list[float] = []
+        self._cancelled = 0
         self.busy_seconds = 0.0
 
     # ---- what the target tells ----
@@ -63,6 +65,7 @@ class DraftEngine:
         self._verify_began = time.perf_counter()
         for seq_id in message.finished:
             if (sequence := self._sequences.pop(seq_id, None)) is not None:
+                self._cancelled += sequence.num_unfinished
                 sequence.drop_kv()
         for start in message.starts:
             self._start(start)
@@ -84,6 +87,7 @@ class DraftEngine:
             self._lose(outcome.seq_id)
             return
         self._forecast.learn(sequence, outcome.emitted)
+        self._cancelled += sequence.num_unfinished
         sequence.advance(outcome.emitted, outcome.drafts)
         sequence.rest()
         sequence.wanted = outcome.wanted
@@ -140,8 +144,18 @@ class DraftEngine:
         """What was built since the last call, or None."""
         if not self._items and not self._lost and not self._declined:
             return None
-        push = Push(self._round_id, self._items, self._lost, self._declined, self.busy_seconds, self._pool.usage)
+        push = Push(
+            self._round_id,
+            self._items,
+            self._lost,
+            self._declined,
+            self.busy_seconds,
+            self._pool.usage,
+            self._tree_seconds,
+            self._cancelled,
+        )
         self._items, self._lost, self._declined = [], [], []
+        self._tree_seconds, self._cancelled = [], 0
         return push
 
     def _work(self):
@@ -272,7 +286,8 @@ class DraftEngine:
             branch.candidates.append(after)
             branch.tokens.append(token_id)
         self._push_growth(grown, token_ids, laws)
-        self._step_time.observe(len(branches), time.perf_counter() - began)
+        self._tree_seconds.append(time.perf_counter() - began)
+        self._step_time.observe(len(branches), self._tree_seconds[-1])
 
     def _push_growth(self, grown: list[Sequence], token_ids: list[int], laws: dict[int, Law]) -> None:
         row = 0
