@@ -99,6 +99,8 @@ class Push(msgspec.Struct, array_like=True, frozen=True, tag=14):
     declined: list[int]  # seq_ids that wait for drafts which will not come in this round
     busy_seconds: float  # since its start: forwards of the model
     kv_usage: float  # share of KV slots in use, 0 to 1
+    tree_seconds: list[float] = []  # of each tree step since the last push
+    cancelled: int = 0  # branches given up since the last push before all their drafts were built
 
 
 class Idle(msgspec.Struct, array_like=True, frozen=True, tag=15):

@@ -3,13 +3,36 @@
 Everything is a total, so that rates can be formed over any span.
 """
 
+import bisect
 import dataclasses
 import logging
 import time
+from collections.abc import Iterable
 
 logger = logging.getLogger("vllm.saguaro")
 
 _LOG_EVERY = 10.0  # seconds, as vLLM's own statistics
+_MOST_POSITIONS = 33  # a verification may stop after 0 to 32 drafts
+_STEP_BOUNDS = (0.0005, 0.001, 0.0015, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.25)
+
+
+class Histogram:
+    """How often a value fell into each bucket, and the sum of all values."""
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        """`bounds`: the largest value of each bucket, rising; a last bucket takes the rest."""
+        self.bounds = (*bounds, float("inf"))
+        self.counts = [0] * len(self.bounds)
+        self.sum = 0.0
+
+    def observe(self, value: float) -> None:
+        """Count a value."""
+        self.counts[bisect.bisect_left(self.bounds, value)] += 1
+        self.sum += value
+
+
+def _by_position() -> list[int]:
+    return [0] * _MOST_POSITIONS
 
 
 @dataclasses.dataclass
@@ -41,6 +64,8 @@ class Totals:
     emitted_tokens: int = 0
     branches: int = 0
     """Branches that the draft began."""
+    branches_cancelled: int = 0
+    """Branches that an outcome stopped before all their drafts were built."""
     select_seconds: float = 0.0
     """From emitted tokens to drafts handed over, without waiting."""
     wait_seconds: float = 0.0
@@ -51,6 +76,12 @@ class Totals:
     """The draft at work, hidden behind the target or not."""
     draft_kv_usage: float = 0.0
     """Share of the draft's KV slots in use, the latest."""
+    lookups_per_pos: list[int] = dataclasses.field(default_factory=_by_position)
+    """Lookups after a verification that accepted 0, 1, 2, ... drafts."""
+    hits_per_pos: list[int] = dataclasses.field(default_factory=_by_position)
+    """Hits among them."""
+    tree_steps: Histogram = dataclasses.field(default_factory=lambda: Histogram(_STEP_BOUNDS))
+    """Seconds of each tree step of the draft: one more token for every branch."""
 
     _draft_seconds_seen = 0.0
 
@@ -62,9 +93,22 @@ class Totals:
         self._draft_seconds_seen = busy_seconds
         self.draft_kv_usage = kv_usage
 
+    def observe_tree(self, step_seconds: Iterable[float], cancelled: int) -> None:
+        """What a push of the draft says of its tree steps and of branches given up unfinished."""
+        for seconds in step_seconds:
+            self.tree_steps.observe(seconds)
+        self.branches_cancelled += cancelled
+
+    def observe_lookup(self, num_accepted: int, hit: bool) -> None:
+        """A row looked for drafts after a verification that accepted so many."""
+        position = min(max(num_accepted, 0), _MOST_POSITIONS - 1)
+        self.lookups_per_pos[position] += 1
+        self.hits_per_pos[position] += hit
+
     def as_dict(self) -> dict[str, float]:
-        """Name → total."""
-        return dataclasses.asdict(self)
+        """Name → total, of all that is one number."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {name: value for name, value in values.items() if isinstance(value, (int, float))}
 
 
 class PeriodicLog:

@@ -229,6 +229,7 @@ class Proposer:
 
     def _take(self, push: Push) -> None:
         self.totals.observe_draft(push.busy_seconds, push.kv_usage)
+        self.totals.observe_tree(push.tree_seconds, push.cancelled)
         for item in push.items:
             request = self._by_seq_id.get(item.seq_id)
             if request is None:
@@ -294,6 +295,8 @@ class Proposer:
             if limits[i] == 0:
                 continue
             totals.lookups += 1
+            hit = i not in missed_rows and len(proposal.token_ids) >= limits[i]
+            totals.observe_lookup(len(row.emitted) - 1, hit)
             if i in missed_rows:
                 totals.misses += 1
                 totals.fallback_none += not proposal.token_ids

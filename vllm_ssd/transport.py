@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import zmq
 
-_PREFIX = "vllm-ssd-"
+DIRECTORY_PREFIX = "vllm-ssd-"  # and the process id of the maker; what is left of it goes at the next start
 _QUEUED_MESSAGES = 1000
 
 
@@ -20,7 +20,7 @@ class Endpoint:
 
     def __init__(self) -> None:
         _remove_orphans()
-        self.directory = tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-")  # mode 0700
+        self.directory = tempfile.mkdtemp(prefix=f"{DIRECTORY_PREFIX}{os.getpid()}-")  # mode 0700
         self.address = f"ipc://{self.directory}/draft"
 
     def remove(self) -> None:
@@ -35,8 +35,8 @@ def _remove_orphans() -> None:
         return  # there is no telling who is alive
     for name in os.listdir(root):
         path = os.path.join(root, name)
-        pid = name[len(_PREFIX) :].partition("-")[0]
-        if not name.startswith(_PREFIX) or not pid.isdigit() or os.path.exists(f"/proc/{pid}"):
+        pid = name[len(DIRECTORY_PREFIX) :].partition("-")[0]
+        if not name.startswith(DIRECTORY_PREFIX) or not pid.isdigit() or os.path.exists(f"/proc/{pid}"):
             continue
         with contextlib.suppress(FileNotFoundError):  # another engine that starts now was faster
             if os.lstat(path).st_uid == os.getuid():

@@ -131,7 +131,11 @@ class EngineProcess:
 
     def leftovers(self) -> list[str]:
         """Directories of sockets that stand in its temporary folder."""
-        return sorted(path.name for path in self.temp_dir.glob("vllm-ssd-*"))
+        return sorted(path.name for path in self.temp_dir.glob("vllm-ssd-*") if "-metrics-" not in path.name)
+
+    def metrics_folders(self) -> list[str]:
+        """Directories of Prometheus files that stand there."""
+        return sorted(path.name for path in self.temp_dir.glob("vllm-ssd-*-metrics-*"))
 
     # ---- the end ----
 

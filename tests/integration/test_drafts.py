@@ -28,6 +28,7 @@ def test_draft_that_is_the_target_is_always_accepted(made_models):
         metrics = engine.metrics()
     drafted, accepted = (metrics[f"vllm:spec_decode_num_{kind}_tokens"] for kind in ("draft", "accepted"))
     assert drafted > 500 and accepted >= 0.98 * drafted
+    assert metrics["vllm:saguaro_draft_up"] == 1, "LLM.get_metrics has none of ours"
     assert totals["hits"] + totals["part_hits"] >= 0.95 * totals["lookups"]
 
 

@@ -65,7 +65,7 @@ def test_nothing_is_left_behind(ending):
     engine = EngineProcess(saguaro(DRAFT, 3))
     engine.generate(REQUESTS[:2])
     [draft] = engine.draft_pids()
-    assert len(engine.leftovers()) == 1
+    assert len(engine.leftovers()) == len(engine.metrics_folders()) == 1
     pids = (str(engine.process.pid), str(draft))
     if ending == "close":
         assert engine.close() == 0
@@ -82,6 +82,7 @@ def test_nothing_is_left_behind(ending):
         assert "the test asked for it" in engine.log()
     assert gone(lambda: not psutil.pid_exists(draft)), "the draft outlives its target"
     assert gone(lambda: not engine.leftovers()), f"left behind: {engine.leftovers()}"
+    assert gone(lambda: not engine.metrics_folders()), f"left behind: {engine.metrics_folders()}"
     shared_memory = [path.name for path in Path("/dev/shm").iterdir()]
     assert not [name for name in shared_memory if any(f"_{pid}_" in name or name.endswith(pid) for pid in pids)]
 

@@ -78,6 +78,12 @@ def test_folder_without_a_model(tmp_path):
     assert "cannot be read" in refusal(saguaro(tmp_path))
 
 
+def test_mistyped_method():
+    assert refusal({**saguaro(), "method": "saguro"}).endswith("write 'saguaro'.")
+    with pytest.raises(ValueError, match="ngram"):  # vLLM's own message, which lists its methods
+        config_of({"method": "sugar", "model": str(DRAFT), "num_speculative_tokens": 3})
+
+
 def test_vllm_without_a_hook(monkeypatch):
     gone = hooks.Hook("vllm.engine.arg_utils", "EngineArgs.no_such_method", "a test", "never")
     monkeypatch.setattr(hooks, "HOOKS", (*hooks.HOOKS, gone))

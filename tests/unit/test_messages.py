@@ -30,14 +30,8 @@ TO_TARGET = [
     Failed("no such model"),
     Idle(3),
     Push(4, [], [], [], 0.0, 0.0),
-    Push(
-        5,
-        [Branches(1, 5, 9, [2, 3], [0, 2], [8, 9]), Growth(1, [4, 5], None), Growth(2, [6, 7], LAW)],
-        [3],
-        [2],
-        1.5,
-        0.5,
-    ),
+    Push(5, [Branches(1, 5, 9, [2, 3], [0, 2], [8, 9]), Growth(1, [4, 5], None)], [3], [2], 1.5, 0.5, [0.25, 0.5], 7),
+    Push(6, [Growth(2, [6, 7], LAW)], [], [], 1.5, 0.5),
 ]
 small = st.integers(0, 2**31 - 1)
 

@@ -54,6 +54,8 @@ class DraftEngine:
         self._items: list[Branches | Growth] = []
         self._lost: list[int] = []
         self._declined: list[int] = []
+        self._tree_seconds: list[float] = []
+        self._cancelled = 0
         self.busy_seconds = 0.0
 
     # ---- what the target tells ----
@@ -71,6 +73,7 @@ class DraftEngine:
         self._pace.begin_round(message.verify_seconds, came_at, observe=bool(message.outcomes))
         for seq_id in message.finished:
             if (sequence := self._sequences.pop(seq_id, None)) is not None:
+                self._cancelled += sequence.num_unfinished
                 sequence.drop_kv()
         for start in message.starts:
             self._start(start)
@@ -95,6 +98,7 @@ class DraftEngine:
         self._forecast.remember(sequence, outcome.emitted)
         if sequence.samples:
             self._choose_c(sequence, outcome)
+        self._cancelled += sequence.num_unfinished
         sequence.advance(outcome.emitted, outcome.drafts)
         sequence.rest()
         sequence.wanted = outcome.wanted
@@ -168,8 +172,18 @@ class DraftEngine:
         """What was built since the last call, or None."""
         if not self._items and not self._lost and not self._declined:
             return None
-        push = Push(self._round_id, self._items, self._lost, self._declined, self.busy_seconds, self._pool.usage)
+        push = Push(
+            self._round_id,
+            self._items,
+            self._lost,
+            self._declined,
+            self.busy_seconds,
+            self._pool.usage,
+            self._tree_seconds,
+            self._cancelled,
+        )
         self._items, self._lost, self._declined = [], [], []
+        self._tree_seconds, self._cancelled = [], 0
         return push
 
     def _work(self):
@@ -309,7 +323,8 @@ class DraftEngine:
             branch.candidates.append(after)
             branch.tokens.append(token_id)
         self._push_growth(grown, token_ids, laws)
-        self._pace.observe_step(len(tips), time.perf_counter() - began)
+        self._tree_seconds.append(time.perf_counter() - began)
+        self._pace.observe_step(len(tips), self._tree_seconds[-1])
 
     def _growing_branches(self, sequences: list[Sequence]) -> list[tuple[Sequence, int]]:
         """How many of each wave's branches grow now: all, in the optional last step those there is time for."""

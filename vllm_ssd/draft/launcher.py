@@ -80,6 +80,12 @@ class DraftProcess:
         return max(self.incarnation - 1, 0)
 
     @property
+    def is_up(self) -> bool:
+        """Whether the draft is loaded and its process lives. May be asked from any thread."""
+        process = self._process
+        return self.state is State.UP and process is not None and not _has_ended(process.pid)
+
+    @property
     def pid(self) -> int | None:
         """Process id, while there is a process."""
         return self._process.pid if self._process is not None else None
@@ -256,6 +262,14 @@ def _end(owner: int, process: subprocess.Popen, channel: Channel, endpoint: Endp
         process.stdin.close()
     channel.close()
     endpoint.remove()
+
+
+def _has_ended(pid: int) -> bool:
+    """Whether a child process is over, without taking its status from whoever waits for it."""
+    try:
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:
+        return True
 
 
 def _describe(device: DraftDevice) -> str:

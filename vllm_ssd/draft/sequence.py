@@ -72,6 +72,11 @@ class Sequence:
             return self.trunk[known - len(self.tokens) :]
         return self.tokens[known:] + self.trunk
 
+    @property
+    def num_unfinished(self) -> int:
+        """Branches that lack drafts (the step past the last draft is optional)."""
+        return len(self.wave) if self.steps_left > 1 else 0
+
     def drop_branches(self) -> None:
         """Give up what was built below the trunk."""
         for branch in self.branches:

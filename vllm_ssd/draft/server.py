@@ -44,6 +44,7 @@ class ServerSettings:
     max_num_seqs: int
     max_model_len: int
     parent: int  # process id
+    leftovers: list[str] = dataclasses.field(default_factory=list)  # files and empty folders to remove as well
 
 
 def main() -> int:
@@ -77,6 +78,9 @@ def _end_with_parent(settings: ServerSettings) -> None:
 
     def end(*_: object) -> None:
         shutil.rmtree(settings.directory, ignore_errors=True)
+        for path in settings.leftovers:
+            with contextlib.suppress(OSError):
+                os.rmdir(path) if os.path.isdir(path) else os.remove(path)
         os._exit(0)
 
     def watch() -> None:

@@ -17,7 +17,9 @@ from vllm.v1.spec_decode.ngram_proposer import NgramProposer
 
 from vllm_ssd import devices
 from vllm_ssd.draft.launcher import DraftProcess
-from vllm_ssd.metrics import PeriodicLog
+from vllm_ssd.integration.request_options import wants_drafts
+from vllm_ssd.metrics import PeriodicLog, Totals
+from vllm_ssd.prometheus import Exporter
 from vllm_ssd.proposer import DraftSampling, Proposal, Proposer, Row
 
 _MOST_TOP_K = 1 << 30  # more than any vocabulary, and within every integer type
@@ -43,6 +45,7 @@ class SaguaroDrafter:
             self._start(vllm_config, spec.real_vocab_size)
 
     def _start(self, vllm_config: Any, real_vocab_size: int) -> None:
+        self._exporter = _exporter(vllm_config)
         self._draft = DraftProcess(
             self._config,
             devices.read_draft_device(
@@ -51,9 +54,12 @@ class SaguaroDrafter:
             vocab_size=real_vocab_size,
             max_num_seqs=vllm_config.scheduler_config.max_num_seqs,
             max_model_len=self._max_model_len,
+            leftovers=[] if self._exporter is None else self._exporter.leftovers,
         )
         self._draft.start()  # loads while the target does
         self._proposer = Proposer(self._config, self._draft)
+        if self._exporter is not None:
+            self._exporter.start(self)
         self._ngrams = NgramProposer(vllm_config)
         # Numba compiles at the first look-up, for a second: not while requests are served.
         self._ngrams.propose(1, [[0]], np.ones(1, np.int32), np.zeros((1, self._max_model_len), np.int32))
@@ -73,10 +79,17 @@ class SaguaroDrafter:
         """End the draft process."""
         if self._proposer is not None:
             self._draft.close()
+            if self._exporter is not None:
+                self._exporter.close()
 
     def stats(self) -> dict[str, float | bool] | None:
         """Totals; None on ranks without the draft."""
-        return None if self._proposer is None else self._proposer.stats()
+        return None if self._proposer is None else {**self._proposer.stats(), "draft_up": self._draft.is_up}
+
+    @property
+    def totals(self) -> Totals:
+        """The proposer's, on the rank with the draft."""
+        return self._proposer.totals
 
     # ---- a step ----
 
@@ -100,8 +113,9 @@ class SaguaroDrafter:
     def _tell_of_requests(self, scheduler_output: Any) -> None:
         self._proposer.finish(scheduler_output.finished_req_ids)
         for request in scheduler_output.scheduled_new_reqs:
-            if request.prompt_token_ids and request.prompt_embeds is None and request.sampling_params is not None:
-                self._proposer.start(request.req_id, request.prompt_token_ids, draft_sampling(request.sampling_params))
+            params = request.sampling_params
+            if request.prompt_token_ids and request.prompt_embeds is None and wants_drafts(params):
+                self._proposer.start(request.req_id, request.prompt_token_ids, draft_sampling(params))
         self._proposer.send_news()
 
     def _switch_off(self) -> None:
@@ -154,7 +168,7 @@ class SaguaroDrafter:
         limit = min(most, self._max_model_len - length - 1)
         if params is not None and params.max_tokens is not None:
             limit = min(limit, params.max_tokens - len(request.output_token_ids) - 1)
-        if request.prompt_token_ids is None:
+        if request.prompt_token_ids is None or not wants_drafts(params):
             limit = 0  # prompt embeddings: there are no tokens to draft or look up from
         return Row(
             req_id,
@@ -201,6 +215,25 @@ class SaguaroDrafter:
         dense = torch.zeros((row, vocab_size), dtype=torch.float32, device=device)
         dense[index] = _tensor(probs, np.float32, device)
         return dense
+
+
+def _exporter(vllm_config: Any) -> Exporter | None:
+    """Who writes the Prometheus metrics of this engine, if somebody wants them."""
+    directory = vllm_config.speculative_config.metrics_directory
+    if directory is None:
+        return None
+    try:
+        return Exporter(
+            directory,
+            model_name=str(vllm_config.model_config.served_model_name),
+            engine=vllm_config.parallel_config.data_parallel_rank,
+            num_positions=vllm_config.speculative_config.num_speculative_tokens + 1,
+        )
+    except OSError as error:  # the API server is on another machine, say
+        logger.warning(
+            "saguaro: there will be no Prometheus metrics of it, since %s cannot be used: %s", directory, error
+        )
+        return None
 
 
 def draft_sampling(params: Any) -> DraftSampling:

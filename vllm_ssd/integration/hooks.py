@@ -45,6 +45,25 @@ HOOKS = (
         "vLLM lets plugins add speculative methods",
     ),
     Hook(
+        "vllm.v1.engine.input_processor",
+        "InputProcessor.process_inputs",
+        "wrapped: a request whose extra_args['saguaro'] is neither true nor false is refused",
+        "vLLM lets plugins check requests",
+        ("request_id", "prompt", "params"),
+    ),
+    Hook(
+        "vllm.exceptions",
+        "VLLMValidationError",
+        "raised for such a request: vLLM's server answers it with status 400",
+        "as InputProcessor.process_inputs",
+    ),
+    Hook(
+        "vllm.v1.metrics.prometheus",
+        "get_prometheus_registry",
+        "relied on: what /metrics serves is PROMETHEUS_MULTIPROC_DIR, if set, or prometheus_client.REGISTRY",
+        "vLLM lets plugins add metrics",
+    ),
+    Hook(
         "vllm.v1.spec_decode.custom_class_proposer",
         "create_custom_proposer",
         "called by the runner: makes our SaguaroDrafter",

@@ -22,6 +22,8 @@ class SaguaroSpeculativeConfig(SpeculativeConfig):
     """What the user asked for."""
     real_vocab_size: int = 0
     """Token ids from here on are padding, in either model."""
+    metrics_directory: str | None = None
+    """Where the worker leaves its figures for Prometheus; None: nobody wants them."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
