@@ -22,6 +22,8 @@ class SaguaroSpeculativeConfig(SpeculativeConfig):
     """What the user asked for."""
     real_vocab_size: int = 0
     """Token ids from here on are padding, in either model."""
+    ray_draft: str | None = None
+    """Name of the draft's Ray actor, once the executor has started it."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
