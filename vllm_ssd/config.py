@@ -9,6 +9,8 @@ import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from vllm_ssd.addresses import check_address
+
 MAX_SPECULATIVE_TOKENS = 32
 FAN_OUT_NAMES = ("measured", "geometric", "uniform")
 FALLBACKS = ("auto", "draft", "ngram", "none")
@@ -40,6 +42,12 @@ class SaguaroConfig:
     """Size of the draft's KV cache; None takes a share of its device's free memory."""
     draft_start_timeout: float = 600.0
     """Seconds to wait for the draft to load before the start is given up."""
+
+    draft_address: str | None = None
+    """Where a shared draft listens (`vllm-ssd serve-draft`): "ipc:///path" or "tcp://host:port"; None
+    starts a draft of the target's own."""
+    draft_keys: str | None = None
+    """Folder with the keys for that address (`vllm-ssd keygen`); needed unless it is on this machine."""
 
     tree_budget: int | str = "auto"
     """Branches the draft builds for a request in a round; "auto": as many as the measured verify leaves
@@ -142,6 +150,25 @@ def _check_tree_budget(config: SaguaroConfig) -> None:
         _refuse("tree_budget", value, "'auto' or a whole number from 1 to 1024")
 
 
+def _check_address(config: SaguaroConfig) -> None:
+    address, keys = config.draft_address, config.draft_keys
+    if keys is not None and (not isinstance(keys, str) or not keys):
+        _refuse("draft_keys", keys, "a folder that `vllm-ssd keygen` made, or null")
+    if address is None:
+        if keys is not None:
+            _refuse("draft_keys", keys, "null unless draft_address is given")
+        return
+    try:
+        check_address(address, keys is not None)
+    except ValueError as error:
+        raise ValueError(f"speculative_config['draft_address'] is {address!r}: {error}.") from None
+    if config.draft_device != "auto":
+        _refuse("draft_device", config.draft_device, "'auto' with draft_address: the shared draft has its --device")
+    if config.draft_kv_cache_memory_bytes is not None:
+        value = config.draft_kv_cache_memory_bytes
+        _refuse("draft_kv_cache_memory_bytes", value, "null with draft_address: the shared draft has its own option")
+
+
 def _check_kv_cache(config: SaguaroConfig) -> None:
     value = config.draft_kv_cache_memory_bytes
     if value is not None and (not _is_int(value) or value < 1 << 20):
@@ -192,6 +219,7 @@ _CHECKS = (
     _check_int("num_speculative_tokens", 1, MAX_SPECULATIVE_TOKENS),
     _check_choice("draft_dtype", ("auto", "float32", "bfloat16", "float16")),
     _check_kv_cache,
+    _check_address,
     _check_start_timeout,
     _check_tree_budget,
     _check_fan_out,

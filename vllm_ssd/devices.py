@@ -73,6 +73,39 @@ def read_draft_device(setting: str, platform: str, num_gpus: int) -> DraftDevice
     raise _refusal(setting, "it must be 'auto', 'cuda:N' or 'cpu:CORES', for example 'cuda:1' or 'cpu:2-5'")
 
 
+def read_draft_devices(setting: str, platform: str, num_gpus: int, num_ranks: int) -> list[DraftDevice] | None:
+    """The device of each data parallel rank on this machine, "cpu:2|cpu:3"; None for "auto".
+
+    Raises `ValueError` naming the option.
+    """
+    if setting == "auto":
+        return None
+    parts = setting.split("|")
+    if len(parts) != num_ranks:
+        wanted = "one device" if num_ranks == 1 else f"{num_ranks} devices joined by '|', for example 'cuda:2|cuda:3'"
+        hint = "" if num_ranks == 1 else "; or let the ranks share a draft (draft_address)"
+        raise _refusal(
+            setting, f"the target has {num_ranks} data parallel ranks on this machine and needs {wanted}{hint}"
+        )
+    return [read_draft_device(part, platform, num_gpus) or _no_auto_in_lists(setting) for part in parts]
+
+
+def _no_auto_in_lists(setting: str) -> DraftDevice:
+    raise _refusal(setting, "'auto' stands alone; name each rank's device, or none")
+
+
+def split_cores(device: DraftDevice, num_ranks: int) -> list[DraftDevice]:
+    """Give each data parallel rank's draft a part of the cores. Raises `ValueError` if there are too few."""
+    each = len(device.cores) // num_ranks
+    if each == 0:
+        raise _refusal(
+            "auto",
+            f"the target leaves the cores {_ranges(device.cores)} to the drafts of {num_ranks} data parallel ranks; "
+            "leave one for each, or let the ranks share a draft (draft_address)",
+        )
+    return [DraftDevice(device.name, device.cores[i * each : (i + 1) * each]) for i in range(num_ranks)]
+
+
 def choose_gpu(num_gpus: int, num_target_gpus: int) -> DraftDevice:
     """The first GPU that the target leaves. Raises `ValueError` if there is none."""
     if num_gpus <= num_target_gpus:

@@ -52,6 +52,23 @@ class Round(msgspec.Struct, array_like=True, frozen=True, tag=3):
     sent_at: float = 0.0  # time.perf_counter() of the target; comparable on the same machine
 
 
+class Hello(msgspec.Struct, array_like=True, frozen=True, tag=4):
+    """A target asks a shared draft to work for it; new fields are added at the end only."""
+
+    version: int
+    model: str  # digests: see `draft/identity.py`
+    vocabulary: str
+    vocab_size: int  # token ids from here on are padding
+    max_num_seqs: int
+    name: str  # for the draft's log
+    draft_dtype: str
+    num_speculative_tokens: int
+    tree_budget: int | str
+    fan_out: str | list[int]
+    saguaro_c: float
+    draft_top_m: int
+
+
 class Ready(msgspec.Struct, array_like=True, frozen=True, tag=10):
     """The draft is loaded."""
 
@@ -114,10 +131,11 @@ ToTarget = Ready | Failed | Push | Idle
 
 _encoder = msgspec.msgpack.Encoder()
 _to_draft = msgspec.msgpack.Decoder(ToDraft)
+_to_shared_draft = msgspec.msgpack.Decoder(Round | Hello)
 _to_target = msgspec.msgpack.Decoder(ToTarget)
 
 
-def encode(message: ToDraft | ToTarget) -> bytes:
+def encode(message: ToDraft | Hello | ToTarget) -> bytes:
     """Serialise a message."""
     return _encoder.encode(message)
 
@@ -125,6 +143,11 @@ def encode(message: ToDraft | ToTarget) -> bytes:
 def decode_to_draft(data: bytes) -> ToDraft:
     """Parse a message for the draft; raises `msgspec.MsgspecError` on anything else."""
     return _to_draft.decode(data)
+
+
+def decode_to_shared_draft(data: bytes) -> Round | Hello:
+    """Parse a message for a shared draft; raises `msgspec.MsgspecError` on anything else."""
+    return _to_shared_draft.decode(data)
 
 
 def decode_to_target(data: bytes) -> ToTarget:

@@ -13,7 +13,7 @@ import numpy as np
 
 from vllm_ssd.config import SaguaroConfig
 from vllm_ssd.depth import DepthControl
-from vllm_ssd.draft.launcher import DraftProcess, State
+from vllm_ssd.draft.link import DraftLink, State
 from vllm_ssd.fallback import FallbackRule
 from vllm_ssd.messages import Branches, Outcome, Push, Round, Start, pack_tokens, unpack_law
 from vllm_ssd.metrics import Totals
@@ -75,7 +75,7 @@ NgramProposer = Callable[[Sequence[int]], dict[int, list[int]]]
 class Proposer:
     """Hands out drafts each round."""
 
-    def __init__(self, config: SaguaroConfig, draft: DraftProcess) -> None:
+    def __init__(self, config: SaguaroConfig, draft: DraftLink) -> None:
         self._config = config
         self._draft = draft
         self._requests: dict[str, _Request] = {}

@@ -61,7 +61,7 @@ def test_wrong_option(wrong, words):
     [
         ({"worker_cls": "my.Worker"}, "worker_cls"),
         ({"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}, "pipeline_parallel_size"),
-        ({"data_parallel_size": 2, "distributed_executor_backend": "mp"}, "data_parallel_size"),
+        ({"data_parallel_size": 2, "data_parallel_size_local": 2, "data_parallel_backend": "ray"}, "use 'mp'"),
     ],
     ids=str,
 )

@@ -14,7 +14,7 @@ import pytest
 
 from vllm_ssd.config import SaguaroConfig
 from vllm_ssd.devices import DraftDevice
-from vllm_ssd.draft import launcher
+from vllm_ssd.draft import link
 from vllm_ssd.draft.launcher import DraftProcess, State
 from vllm_ssd.messages import Branches, Growth, Outcome, Push, Round, Start, pack_tokens
 
@@ -108,7 +108,7 @@ def draft() -> Iterator[DraftProcess]:
 @pytest.fixture
 def hushed(draft: DraftProcess, monkeypatch: pytest.MonkeyPatch) -> DraftProcess:
     """The draft, with a short first back-off."""
-    monkeypatch.setattr(launcher, "_FIRST_BACKOFF", 0.1)
+    monkeypatch.setattr(link, "_FIRST_BACKOFF", 0.1)
     assert draft.state is State.UP
     return draft
 
@@ -175,9 +175,9 @@ def test_a_silent_draft_is_given_up_and_close_leaves_nothing(
 ) -> None:
     """A draft that hangs is waited for, or is still there after the end."""
     pid, directory = hushed.pid, hushed._endpoint.directory
-    monkeypatch.setattr(launcher, "_FIRST_BACKOFF", 600.0)
+    monkeypatch.setattr(link, "_FIRST_BACKOFF", 600.0)
     os.kill(pid, signal.SIGSTOP)
-    monkeypatch.setattr(launcher, "_HUNG_SECONDS", 1.5)
+    monkeypatch.setattr(link, "_HUNG_SECONDS", 1.5)
     wait_for(lambda: seen_state(hushed, State.DOWN))
     assert not runs(pid) and not os.path.exists(directory)
     hushed.close()

@@ -14,6 +14,8 @@ from vllm_ssd import __version__
 _COMMANDS = {
     "advise": "which draft for a target, how many drafts a round, and what it would bring",
     "doctor": "whether this installation, its devices and a pair of models can work",
+    "keygen": "keys for a draft that is reached over a network",
+    "serve-draft": "one draft for several targets",
     "simulate": "SSD, SD and no speculation on devices that are not at hand",
 }
 
@@ -28,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, about in _COMMANDS.items():
         command = commands.add_parser(name, help=about, description=about[0].upper() + about[1:] + ".")
         if name == chosen:
-            module = importlib.import_module(f"vllm_ssd.cli.{name}")
+            module = importlib.import_module(f"vllm_ssd.cli.{name.replace('-', '_')}")
             module.add_arguments(command)
             command.set_defaults(run=module.run)
     args = parser.parse_args(given)

@@ -8,13 +8,14 @@ processes or sockets.
 
 import math
 import time
+from collections.abc import Generator
 
 import numpy as np
 import torch
 
 from vllm_ssd.config import SaguaroConfig
 from vllm_ssd.draft.bandit import SaguaroBandit
-from vllm_ssd.draft.batch import FlatBatch, causal_group, flatten
+from vllm_ssd.draft.batch import FlatBatch, Group, causal_group, flatten
 from vllm_ssd.draft.drawing import Drawer
 from vllm_ssd.draft.forecast import Forecast
 from vllm_ssd.draft.kv_cache import SlotPool
@@ -31,17 +32,24 @@ _BUSY_PREFILL_SECONDS = 0.005  # the same while trees are to be built
 _RECENT_ROUNDS = 1  # a step may bring two rounds: new prompts, then outcomes
 _MOST_BRANCHES = 4  # times the planned ones, while a verify is overdue
 
+Top = tuple[np.ndarray, np.ndarray]
+"""Logits (float32) and token ids (int64) of the most probable tokens, each [num_rows, m]."""
+Forwards = Generator[tuple[list[Group], np.ndarray | None], Top, bool | None]
+"""Asks for forwards of groups, with the rows whose logits are wanted (None: all)."""
+
 
 class DraftEngine:
     """Trees for all sequences of one target."""
 
-    def __init__(self, model, config: SaguaroConfig, num_slots: int, seed: int | None = None) -> None:
+    def __init__(
+        self, model, config: SaguaroConfig, num_slots: int, seed: int | None = None, pool: SlotPool | None = None
+    ) -> None:
         """`model`: a `DraftModel`, or anything with its `forward`, `vocab_size`, `num_embeddings`,
-        `max_length` and `device`.
+        `max_length` and `device`. `pool`: where slots come from, if not from `num_slots` of its own.
         """
         self._model = model
         self._config = config
-        self._pool = SlotPool(num_slots)
+        self._pool = pool or SlotPool(num_slots)
         self._sequences: dict[int, Sequence] = {}
         self._forecast = Forecast(config)
         self._drawer = Drawer(config.draft_top_m, seed)
@@ -57,6 +65,7 @@ class DraftEngine:
         self._tree_seconds: list[float] = []
         self._cancelled = 0
         self.busy_seconds = 0.0
+        self.prefill_seconds = _PREFILL_SECONDS  # the longest prefill while no tree is to be built
 
     # ---- what the target tells ----
 
@@ -141,30 +150,57 @@ class DraftEngine:
         if (sequence := self._sequences.pop(seq_id, None)) is not None:
             sequence.drop_kv()
 
+    @property
+    def num_sequences(self) -> int:
+        """Sequences it works for."""
+        return len(self._sequences)
+
+    def release(self, num_slots: int) -> None:
+        """Give back at least so many KV slots; the sequences that lose theirs are read again when needed."""
+        for sequence in sorted(self._sequences.values(), key=lambda s: s.last_round):
+            if num_slots <= 0:
+                return
+            num_slots -= sequence.num_slots
+            self._decline(sequence)
+            sequence.drop_kv()
+
     # ---- what the draft does ----
 
     def step(self) -> bool:
         """Do one forward (or only a fork). Returns False when there is nothing to do."""
+        forwards, top = self.forwards(), None
+        while True:
+            try:
+                groups, logit_rows = forwards.send(top)
+            except StopIteration as end:
+                return end.value
+            top = self._forward(flatten(groups, self._model.device, logit_rows))
+
+    def forwards(self) -> Forwards:
+        """The same as a generator, for whoever joins the forwards of several engines.
+
+        It must be run to its end before anything else is asked of the engine.
+        """
         glue, waiting, growing, prefill, forks = self._work()
         began = time.perf_counter()
         if glue:
-            self._feed_pending(glue, _GLUE_LIMIT)
+            yield from self._feed_pending(glue, _GLUE_LIMIT)
         elif waiting:
-            self._jit_step(waiting)
+            yield from self._jit_step(waiting)
         elif forks:
             self._fork(forks)
             return True
         elif growing:
-            self._tree_step(growing)
+            yield from self._tree_step(growing)
         elif prefill:
-            self._prefill(prefill[0], _PREFILL_SECONDS)
+            yield from self._prefill(prefill[0], self.prefill_seconds)
         elif self._pace.overdue and (extensible := self._extensible()):
             self._pace.extend()
             self._fork(extensible)
         else:
             return False
         if prefill and (glue or growing):
-            self._prefill(prefill[0], _BUSY_PREFILL_SECONDS)
+            yield from self._prefill(prefill[0], _BUSY_PREFILL_SECONDS)
         self.busy_seconds += time.perf_counter() - began
         return True
 
@@ -219,18 +255,18 @@ class DraftEngine:
         """How long to wait for an outcome before there is work again; infinite if there will be none."""
         return self._pace.seconds_until_overdue() if self._extensible() else math.inf
 
-    def _prefill(self, sequence: Sequence, seconds: float) -> None:
+    def _prefill(self, sequence: Sequence, seconds: float) -> Forwards:
         """One chunk of a prompt, of about this length in time."""
         least, most = _PREFILL_CHUNK
         slope = self._prefill_time.slope()
         tokens = min(max(int(seconds / slope), least), most) if slope > 0 else 2 * least
         before = len(sequence.slots)
         began = time.perf_counter()
-        self._feed_pending([sequence], tokens)
+        yield from self._feed_pending([sequence], tokens)
         if len(sequence.slots) > before:
             self._prefill_time.observe(len(sequence.slots) - before, time.perf_counter() - began)
 
-    def _feed_pending(self, sequences: list[Sequence], limit: int) -> None:
+    def _feed_pending(self, sequences: list[Sequence], limit: int) -> Forwards:
         """Compute the KV of tokens that have none, and the candidates after the last of them."""
         began = time.perf_counter()
         groups, fed = [], []
@@ -257,17 +293,17 @@ class DraftEngine:
             flat += count
         # At least one row keeps the shapes simple; its logits are not used while prefilling.
         logit_rows = np.asarray(rows or [0], dtype=np.int64)
-        top = self._forward(flatten(groups, self._model.device, logit_rows))
+        top = yield groups, logit_rows
         for sequence, candidates in zip(owners, self._candidates(*top)):
             sequence.candidates.append(candidates)
         if flat <= _GLUE_LIMIT:
             self._pace.observe_step(flat, time.perf_counter() - began)
 
-    def _jit_step(self, sequences: list[Sequence]) -> None:
+    def _jit_step(self, sequences: list[Sequence]) -> Forwards:
         """One more draft for each row that the target waits for."""
         fed = [s for s in sequences if s.trunk and s.pending]
         if fed:
-            self._feed_pending(fed, _GLUE_LIMIT)
+            yield from self._feed_pending(fed, _GLUE_LIMIT)
         for sequence in sequences:
             if sequence.pending or not sequence.candidates:
                 self._decline(sequence)  # no room in the KV cache: the target takes its fallback
@@ -299,7 +335,7 @@ class DraftEngine:
                 offsets, token_ids = map(list, zip(*outcomes))
                 self._items.append(self._branches(sequence, offsets, token_ids))
 
-    def _tree_step(self, sequences: list[Sequence]) -> None:
+    def _tree_step(self, sequences: list[Sequence]) -> Forwards:
         """One token for each branch of all waves, in one flat batch."""
         began = time.perf_counter()
         groups, grown, tips = [], [], []
@@ -315,7 +351,8 @@ class DraftEngine:
             tips += sequence.wave[:count]
         if not groups:
             return
-        candidates = self._candidates(*self._forward(flatten(groups, self._model.device)))
+        top = yield groups, None
+        candidates = self._candidates(*top)
         owners = [sequence for sequence, count in grown for _ in range(count)]
         depths = [len(branch.tokens) - 1 for branch in tips]
         token_ids, laws = self._drawer.next_tokens(owners, candidates, depths, self._forecast.fan_out())
@@ -377,13 +414,15 @@ class DraftEngine:
         return lacking <= free or lacking <= free + sum(s.num_slots for s in self._idle() if s is not sequence)
 
     @torch.inference_mode()
-    def _forward(self, batch: FlatBatch) -> tuple[np.ndarray, np.ndarray]:
-        """Top candidates of the wanted rows: logits and token ids, each [num_rows, m], on the host."""
+    def _forward(self, batch: FlatBatch) -> Top:
+        """Top candidates of the wanted rows, on the host."""
         logits = self._model.forward(batch)
-        values, token_ids = top_tokens(logits, self._width(), self._model.vocab_size)
+        values, token_ids = top_tokens(logits, self.width, self._model.vocab_size)
         return values.cpu().numpy(), token_ids.cpu().numpy()
 
-    def _width(self) -> int:
+    @property
+    def width(self) -> int:
+        """m: candidates that are wanted of a row."""
         samples = any(sequence.samples for sequence in self._sequences.values())
         return max(self._forecast.num_candidates, self._config.draft_top_m if samples else 1)
 

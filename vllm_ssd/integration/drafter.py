@@ -12,11 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 from vllm.distributed.parallel_state import get_tp_group
-from vllm.platforms import current_platform
 from vllm.v1.spec_decode.ngram_proposer import NgramProposer
 
-from vllm_ssd import devices
-from vllm_ssd.draft.launcher import DraftProcess
+from vllm_ssd.integration.drafts import make_draft
 from vllm_ssd.integration.request_options import wants_drafts
 from vllm_ssd.metrics import PeriodicLog, Totals
 from vllm_ssd.prometheus import Exporter
@@ -46,16 +44,8 @@ class SaguaroDrafter:
 
     def _start(self, vllm_config: Any, real_vocab_size: int) -> None:
         self._exporter = _exporter(vllm_config)
-        self._draft = DraftProcess(
-            self._config,
-            devices.read_draft_device(
-                self._config.draft_device, current_platform.device_type, torch.cuda.device_count()
-            ),
-            vocab_size=real_vocab_size,
-            max_num_seqs=vllm_config.scheduler_config.max_num_seqs,
-            max_model_len=self._max_model_len,
-            leftovers=[] if self._exporter is None else self._exporter.leftovers,
-        )
+        leftovers = [] if self._exporter is None else self._exporter.leftovers
+        self._draft = make_draft(self._config, real_vocab_size, vllm_config, leftovers)
         self._draft.start()  # loads while the target does
         self._proposer = Proposer(self._config, self._draft)
         if self._exporter is not None:

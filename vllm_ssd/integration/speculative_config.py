@@ -24,6 +24,8 @@ class SaguaroSpeculativeConfig(SpeculativeConfig):
     """Token ids from here on are padding, in either model."""
     metrics_directory: str | None = None
     """Where the worker leaves its figures for Prometheus; None: nobody wants them."""
+    ray_draft: str | None = None
+    """Name of the draft's Ray actor, once the executor has started it."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -4,8 +4,9 @@ import dataclasses
 import os
 from typing import Any
 
+from vllm_ssd.addresses import targets_keys
 from vllm_ssd.config import SaguaroConfig
-from vllm_ssd.devices import choose_cores, choose_gpu, read_draft_device
+from vllm_ssd.devices import choose_cores, choose_gpu, read_draft_devices, split_cores
 from vllm_ssd.integration.hooks import check_hooks
 
 
@@ -29,6 +30,10 @@ def build(options: dict[str, Any], target_model_config: Any, target_parallel_con
     from vllm_ssd.integration.speculative_config import make_speculative_config
 
     target_parallel_config.worker_cls = _worker_class(target_parallel_config)
+    if target_parallel_config.distributed_executor_backend == "ray" and config.draft_address is None:
+        from vllm_ssd.integration.ray_executor import SaguaroRayExecutor
+
+        target_parallel_config.distributed_executor_backend = SaguaroRayExecutor
     return make_speculative_config(config, target_model_config, target_parallel_config, real_vocab_size)
 
 
@@ -41,30 +46,63 @@ def _check_parallel(parallel: Any) -> None:
             f"pipeline_parallel_size is {parallel.pipeline_parallel_size}: "
             "method 'saguaro' needs pipeline_parallel_size=1; use tensor_parallel_size instead."
         )
-    if parallel.data_parallel_size > 1:
+    if parallel.data_parallel_size > 1 and parallel.data_parallel_backend != "mp":
         raise ValueError(
-            f"data_parallel_size is {parallel.data_parallel_size}: method 'saguaro' needs data_parallel_size=1; "
-            "start one server for each replica, each with a draft of its own."
+            f"data_parallel_backend is {parallel.data_parallel_backend!r}: method 'saguaro' runs its data parallel "
+            "ranks as processes; use 'mp'."
         )
-    if parallel.distributed_executor_backend == "ray":
+    if parallel.use_ray and parallel.data_parallel_size > 1:
         raise ValueError(
-            "distributed_executor_backend is 'ray': method 'saguaro' does not place its draft with Ray yet; "
-            "use 'mp' or 'uni'."
+            f"distributed_executor_backend is 'ray' and data_parallel_size {parallel.data_parallel_size}: "
+            "method 'saguaro' does one of both; start one engine for each replica, or share a draft (draft_address)."
         )
 
 
 def _draft_device(config: SaguaroConfig, parallel: Any) -> str:
-    """The device's name, with "auto" resolved to what the target leaves."""
+    """The device's name, with "auto" resolved to what the target leaves; a shared draft has its own.
+
+    Of several data parallel ranks on this machine: their devices, joined by "|".
+    """
+    if config.draft_address is not None:
+        _check_keys(config)
+        return config.draft_device
     import torch
     from vllm import envs
     from vllm.platforms import current_platform
 
     platform = "cpu" if current_platform.is_cpu() else current_platform.device_type
     num_gpus = 0 if platform == "cpu" else torch.cuda.device_count()
-    device = read_draft_device(config.draft_device, platform, num_gpus)
-    if device is None and platform == "cpu":
-        device = choose_cores(envs.VLLM_CPU_OMP_THREADS_BIND, os.sched_getaffinity(0))
-    return str(device or choose_gpu(num_gpus, parallel.world_size))
+    if parallel.use_ray and platform != "cpu":
+        if config.draft_device != "auto":
+            raise ValueError(
+                f"speculative_config['draft_device'] is {config.draft_device!r}: on Ray the draft gets the device of a "
+                "bundle of the placement group; leave it at 'auto'."
+            )
+        return config.draft_device
+    num_ranks = max(parallel.data_parallel_size_local, 1)
+    found = read_draft_devices(config.draft_device, platform, num_gpus, num_ranks)
+    if found is None and platform == "cpu":
+        left = choose_cores(envs.VLLM_CPU_OMP_THREADS_BIND, os.sched_getaffinity(0))
+        found = split_cores(left, num_ranks) if num_ranks > 1 else [left]
+    elif found is None:
+        if parallel.data_parallel_size > num_ranks == 1:
+            raise ValueError(
+                "speculative_config['draft_device'] is 'auto': data parallel ranks that are started one by one do not "
+                "see which GPUs the others take; name this rank's, for example 'cuda:1', or share a draft "
+                "(draft_address)."
+            )
+        taken = parallel.world_size * num_ranks
+        found = [choose_gpu(num_gpus, taken + rank) for rank in range(num_ranks)]
+    return "|".join(map(str, found))
+
+
+def _check_keys(config: SaguaroConfig) -> None:
+    if config.draft_keys is None:
+        return
+    try:
+        targets_keys(config.draft_keys)
+    except ValueError as error:
+        raise ValueError(f"speculative_config['draft_keys'] is {config.draft_keys!r}: {error}.") from None
 
 
 def _check_models(config: SaguaroConfig, target: Any) -> int:

@@ -1,0 +1,260 @@
+"""The target on Ray, on a CPU: the draft is an actor with a bundle of its own."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from .engine import DRAFT, TARGET, EngineFailed, EngineProcess, check_same_tokens, prompts, requests_for, saguaro
+
+pytest.importorskip("ray", reason='Ray is not installed: pip install -e ".[ray]"')
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+SHIM = Path(__file__).with_name("ray_on_cpu")
+GREEDY = {"temperature": 0, "max_tokens": 32, "ignore_eos": True}
+REQUESTS = requests_for(prompts("docs")[:3] + prompts("chat")[:3], GREEDY)
+
+
+class RayCluster:
+    """Raylets on this machine that claim to have GPUs."""
+
+    def __init__(self, *num_gpus: int) -> None:
+        from ray.cluster_utils import Cluster
+
+        before = {name: os.environ.get(name) for name in self.environment()}
+        os.environ.update(self.environment())
+        try:
+            self._cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "num_gpus": num_gpus[0]})
+            for count in num_gpus[1:]:
+                self._cluster.add_node(num_cpus=4, num_gpus=count)
+        finally:
+            for name, value in before.items():
+                os.environ.pop(name) if value is None else os.environ.update({name: value})
+        self.address: str = self._cluster.address
+
+    @staticmethod
+    def environment() -> dict[str, str]:
+        paths = [str(SHIM), *filter(None, [os.environ.get("PYTHONPATH")])]
+        return {
+            "PYTHONPATH": os.pathsep.join(paths),
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",
+        }
+
+    def close(self) -> None:
+        self._cluster.shutdown()
+
+
+def start(cluster: RayCluster, ranks: int = 1, **options) -> EngineProcess:
+    # The small model as target of two ranks: its heads can be split in two.
+    target, draft = (TARGET, DRAFT) if ranks == 1 else (DRAFT, TARGET)
+    config = saguaro(draft, 4, draft_device="cpu:1", prompt_lookup_min=2, draft_dtype="float32")
+    return EngineProcess(
+        None if options.pop("plain", False) else {**config, **options.pop("config", {})},
+        model=options.pop("model", target),
+        core=None,
+        tensor_parallel_size=ranks,
+        distributed_executor_backend="ray",
+        environment={
+            **cluster.environment(),
+            "RAY_ADDRESS": cluster.address,
+            "VLLM_CPU_OMP_THREADS_BIND": "|".join("01"[:ranks]),
+        },
+        **options,
+    )
+
+
+def actors(kind: str) -> list[psutil.Process]:
+    """Processes of Ray actors of this class."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        if process.info["cmdline"] and process.info["cmdline"][0].startswith(f"ray::{kind}"):
+            found.append(process)
+    return found
+
+
+def until(condition, what: str, seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.2)
+
+
+def work_until_hits(engine: EngineProcess, expected: list[dict], what: str) -> None:
+    before = engine.stats()["hits"]
+    for _ in range(30):
+        check_same_tokens(engine.generate(REQUESTS, sequential=True), expected, what)
+        if engine.stats()["hits"] > before + 10:
+            return
+    raise AssertionError(f"{what}: no trees; {engine.stats()}")
+
+
+# ---- clusters of their own, one at a time ----
+
+
+def test_draft_on_another_node(baseline, slow_target):
+    """Two raylets with a device each."""
+    cluster = RayCluster(1, 1)
+    try:
+        with start(cluster, model=slow_target) as engine:
+            check_same_tokens(engine.generate(REQUESTS), baseline.generate(REQUESTS), "draft on another node")
+            work_until_hits(engine, baseline.generate(REQUESTS), "draft on another node")
+            [draft], [worker] = actors("DraftActor"), actors("RayWorkerProc")
+            assert draft.ppid() != worker.ppid(), "one raylet started both"
+    finally:
+        cluster.close()
+
+
+def test_a_cluster_without_a_device_for_the_draft():
+    cluster = RayCluster(1)
+    try:
+        with pytest.raises(EngineFailed, match="no placement group of 2 bundles .* the cluster has 1"):
+            start(cluster, config={"draft_start_timeout": 3.0})
+    finally:
+        cluster.close()
+
+
+# ---- one cluster of one node ----
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    cluster = RayCluster(3)
+    yield cluster
+    cluster.close()
+
+
+def test_one_rank(cluster, baseline, slow_target):
+    expected = baseline.generate(REQUESTS)
+    engine = start(cluster, model=slow_target)
+    check_same_tokens(engine.generate(REQUESTS), expected, "one rank on Ray")
+    work_until_hits(engine, expected, "one rank on Ray")
+    [draft] = actors("DraftActor")
+    cores = [os.sched_getaffinity(thread.id) for thread in draft.threads()]
+    assert {1} in cores, "no thread of the draft is on the core that it was given"
+    assert engine.draft_pids() == [], "it has a draft of its own besides"
+
+    draft.kill()
+    check_same_tokens(engine.generate(REQUESTS), expected, "while the actor dies")
+    until(lambda: engine.generate(REQUESTS[:1]) and engine.warnings(), "the death was not noticed")
+    until(lambda: engine.generate(REQUESTS[:1]) and engine.stats()["draft_up"], "no new actor")
+    [new] = actors("DraftActor")
+    assert new.pid != draft.pid and engine.stats()["draft_restarts"] >= 1
+    work_until_hits(engine, expected, "with a new actor")
+
+    assert engine.close() == 0
+    until(lambda: not actors("DraftActor"), "the actor outlives the engine")
+
+
+def test_two_ranks_and_the_death_of_one(cluster):
+    with start(cluster, ranks=2, plain=True) as engine:
+        expected = engine.generate(REQUESTS)
+    engine = start(cluster, ranks=2)
+    check_same_tokens(engine.generate(REQUESTS), expected, "two ranks on Ray")
+    assert engine.stats()["accepted_tokens"] > 20
+    assert len(actors("RayWorkerProc")) == 2
+    actors("RayWorkerProc")[1].kill()
+    with pytest.raises(EngineFailed):
+        for _ in range(100):
+            engine.generate(REQUESTS[:1])
+    until(lambda: not actors("DraftActor"), "the actor outlives the target's worker")
+    engine.kill()
+
+
+def test_a_killed_engine_takes_its_draft_along(cluster):
+    engine = start(cluster)
+    assert len(actors("DraftActor")) == 1
+    engine.kill(signal.SIGKILL)
+    until(lambda: not actors("DraftActor") and not actors("RayWorkerProc"), "actors outlive the engine")
+
+
+# ---- placement groups of the user's, inside an actor ----
+
+INSIDE = """
+import json, os, sys
+import ray
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+options = json.loads(sys.argv[1])
+ray.init(log_to_driver=True)
+group = ray.util.placement_group([{"GPU": 1.0, "CPU": 0.1}] * options["bundles"], strategy="PACK")
+ray.get(group.ready(), timeout=60)
+place = PlacementGroupSchedulingStrategy(group, 0, placement_group_capture_child_tasks=True)
+
+@ray.remote(num_cpus=0, num_gpus=1)
+class Occupier:
+    def here(self):
+        return True
+
+@ray.remote(num_cpus=0, scheduling_strategy=place)
+class Owner:
+    def run(self, options, prompts):
+        from vllm import LLM, SamplingParams
+        llm = LLM(**options)
+        outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=32, ignore_eos=True), use_tqdm=False)
+        import vllm_ssd
+        return [list(o.outputs[0].token_ids) for o in outputs], vllm_ssd.get_stats(llm)["accepted_tokens"]
+
+if options["occupied"]:
+    occupier = Occupier.options(scheduling_strategy=PlacementGroupSchedulingStrategy(group, 1)).remote()
+    ray.get(occupier.here.remote())
+try:
+    tokens, accepted = ray.get(Owner.remote().run.remote(options["engine"], options["prompts"]))
+    print(json.dumps({"tokens": tokens, "accepted": accepted}))
+except Exception as error:
+    print(json.dumps({"error": str(error)}))
+"""
+
+
+def inside_an_actor(cluster: RayCluster, bundles: int, occupied: bool = False) -> dict:
+    import json
+
+    engine = {
+        "model": str(TARGET),
+        "dtype": "float32",
+        "max_model_len": 512,
+        "enforce_eager": True,
+        "max_num_seqs": 8,
+        "enable_prefix_caching": False,
+        "distributed_executor_backend": "ray",
+        "speculative_config": saguaro(DRAFT, 4, draft_device="cpu:1", fallback="draft"),
+    }
+    options = {
+        "bundles": bundles,
+        "occupied": occupied,
+        "engine": engine,
+        "prompts": [request["prompt"] for request in REQUESTS],
+    }
+    run = subprocess.run(
+        [sys.executable, "-c", INSIDE, json.dumps(options)],
+        capture_output=True,
+        text=True,
+        timeout=500,
+        env={**os.environ, **cluster.environment(), "RAY_ADDRESS": cluster.address, "VLLM_CPU_OMP_THREADS_BIND": "0"},
+    )
+    answers = [line for line in run.stdout.splitlines() if line.startswith("{")]
+    assert answers, run.stdout[-2000:] + run.stderr[-2000:]
+    return {**json.loads(answers[-1]), "log": run.stdout + run.stderr}
+
+
+def test_inside_an_actor_with_a_spare_bundle(cluster, baseline):
+    found = inside_an_actor(cluster, bundles=2)
+    assert "error" not in found, found["error"][-3000:]
+    expected = [result["outputs"][0]["token_ids"] for result in baseline.generate(REQUESTS)]
+    assert found["tokens"] == expected and found["accepted"] > 10
+
+
+def test_inside_an_actor_without_a_spare_bundle(cluster):
+    found = inside_an_actor(cluster, bundles=1)
+    assert "add one more bundle for the draft" in found["error"] + found["log"]
+
+
+def test_inside_an_actor_with_an_occupied_bundle(cluster):
+    found = inside_an_actor(cluster, bundles=2, occupied=True)
+    assert "bundle 1 of the placement group" in found["error"] + found["log"]

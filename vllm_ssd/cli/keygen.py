@@ -1,0 +1,20 @@
+"""`vllm-ssd keygen`: keys for a draft that is reached over a network."""
+
+import argparse
+from pathlib import Path
+
+from vllm_ssd.addresses import make_keys
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "folder",
+        type=Path,
+        help="for draft.key, draft.key_secret, target.key, target.key_secret. draft.key_secret stays on the "
+        "draft's machine; targets need draft.key and target.key_secret",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    print(*make_keys(args.folder), sep="\n")
+    return 0

@@ -1,0 +1,157 @@
+"""vLLM's Ray executor with a place for the draft: one more bundle of the target's placement group.
+
+vLLM hangs if the group has more bundles on the driver's node than the target has ranks, unless it is
+told which are the target's; and an actor aimed at an occupied bundle waits without a word. So the
+bundles are assigned here, and every wait has a limit and says what it waited for.
+"""
+
+import contextlib
+import dataclasses
+import logging
+import os
+import time
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError
+from ray.util import placement_group_table
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from vllm import envs
+from vllm.platforms import current_platform
+from vllm.v1.executor.ray_executor_v2 import RayExecutorV2
+
+from vllm_ssd.draft.ray_actor import start_actor
+from vllm_ssd.integration.ray_bundles import Assignment, assign
+
+logger = logging.getLogger("vllm.saguaro")
+
+_PLACE_SECONDS = 60.0  # for Ray to start the actor's process
+_REPORT_EVERY = 10.0
+_FOR_THE_DRAFT = ("HF_", "TRANSFORMERS_", "VLLM_LOGGING_LEVEL", "TORCH")
+
+
+class SaguaroRayExecutor(RayExecutorV2):
+    """Reserves a device for the draft, starts it there, and ends it with the engine."""
+
+    _draft_actor: Any = None
+
+    def _init_executor(self) -> None:
+        group = self._placement_group()
+        self.parallel_config.placement_group = group
+        assignment = self._assign(group)
+        self._start_draft(group, assignment)
+        try:
+            with _bundle_indices(assignment.target):
+                super()._init_executor()
+        except BaseException:
+            self._end_draft()
+            raise
+
+    def shutdown(self) -> None:
+        """End the workers, then the draft."""
+        super().shutdown()
+        self._end_draft()
+
+    def _end_draft(self) -> None:
+        actor, self._draft_actor = self._draft_actor, None
+        if actor is not None and ray.is_initialized():
+            with contextlib.suppress(RayError):
+                ray.kill(actor)
+
+    # ---- bundles ----
+
+    def _placement_group(self) -> Any:
+        """The user's group, or one with a bundle more than the target has ranks."""
+        config = self.parallel_config
+        if not ray.is_initialized():
+            ray.init(runtime_env=config.ray_runtime_env)
+        group = config.placement_group or ray.util.get_current_placement_group()
+        if group is not None:
+            return group
+        device, count = current_platform.ray_device_key, self.parallel_config.world_size + 1
+        group = ray.util.placement_group([{device: 1.0}] * count, strategy="PACK")
+        _wait_for(group, device, count, self._saguaro.draft_start_timeout)
+        return group
+
+    @property
+    def _saguaro(self) -> Any:
+        return self.vllm_config.speculative_config.saguaro
+
+    def _assign(self, group: Any) -> Assignment:
+        device = current_platform.ray_device_key
+        nodes = placement_group_table(group)["bundles_to_node_id"]
+        bundles = [(index, nodes[index]) for index, spec in enumerate(group.bundle_specs) if spec.get(device)]
+        chosen = [int(index) for index in (envs.VLLM_RAY_BUNDLE_INDICES or "").split(",") if index]
+        try:
+            found = assign(bundles, self.parallel_config.world_size, ray.get_runtime_context().get_node_id(), chosen)
+        except ValueError as error:
+            raise ValueError(f"saguaro on Ray: {error}.") from None
+        logger.info("target on bundles %s, draft on bundle %d of the placement group", found.target, found.draft)
+        return found
+
+    # ---- the draft ----
+
+    def _start_draft(self, group: Any, assignment: Assignment) -> None:
+        spec = self.vllm_config.speculative_config
+        name = f"saguaro-draft-{uuid.uuid4().hex}"
+        device = current_platform.ray_device_key
+        options = {"num_gpus": 1} if device == "GPU" else {"num_gpus": 0, "resources": {device: 1}}
+        options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
+            placement_group=group, placement_group_bundle_index=assignment.draft
+        )
+        self._draft_actor = start_actor(
+            name,
+            options,
+            config=dataclasses.asdict(self._saguaro),
+            vocab_size=spec.real_vocab_size,
+            device=self._saguaro.draft_device,
+            environment={k: v for k, v in os.environ.items() if k.startswith(_FOR_THE_DRAFT)},
+        )
+        try:
+            node, pid = ray.get(self._draft_actor.where.remote(), timeout=_PLACE_SECONDS)
+        except GetTimeoutError:
+            wanted = placement_group_table(group)["bundles_to_node_id"].get(assignment.draft)
+            self._end_draft()
+            raise RuntimeError(
+                f"saguaro on Ray: bundle {assignment.draft} of the placement group (node {wanted}) did not take the "
+                f"draft's actor within {_PLACE_SECONDS:.0f} s: something else occupies it, or its node is gone; "
+                "see `ray status` and `ray list actors`, or add a bundle."
+            ) from None
+        except RayError as error:
+            self._end_draft()
+            raise RuntimeError(f"saguaro on Ray: the draft's actor did not start: {error}") from error
+        self._draft_actor.endpoint.remote()  # loads while the target does
+        spec.ray_draft = name
+        logger.info("draft actor %s has process %d on node %s", name, pid, node)
+
+
+def _wait_for(group: Any, device: str, count: int, seconds: float) -> None:
+    """Until Ray reserved the group. Raises `RuntimeError` saying what the cluster lacks."""
+    began = time.monotonic()
+    ready = group.ready()
+    while not ray.wait([ready], timeout=_REPORT_EVERY if seconds > _REPORT_EVERY else seconds)[0]:
+        total, free = (found.get(device, 0) for found in (ray.cluster_resources(), ray.available_resources()))
+        if time.monotonic() - began > seconds:
+            ray.util.remove_placement_group(group)
+            raise RuntimeError(
+                f"saguaro on Ray: no placement group of {count} bundles with one {device} each within {seconds:.0f} s "
+                f"(draft_start_timeout): the target takes {count - 1}, the draft 1; the cluster has {total:.0f}, "
+                f"{free:.0f} of them free. Add devices or lower tensor_parallel_size."
+            )
+        logger.info("waiting for %d bundles with one %s each; %d of %d are free", count, device, free, total)
+
+
+@contextlib.contextmanager
+def _bundle_indices(target: tuple[int, ...]) -> Iterator[None]:
+    """Tell vLLM which bundles are the target's, in this process and for as long as it asks."""
+    before = os.environ.get("VLLM_RAY_BUNDLE_INDICES")
+    os.environ["VLLM_RAY_BUNDLE_INDICES"] = ",".join(map(str, target))
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["VLLM_RAY_BUNDLE_INDICES"]
+        else:
+            os.environ["VLLM_RAY_BUNDLE_INDICES"] = before
