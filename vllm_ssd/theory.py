@@ -18,6 +18,9 @@ from vllm_ssd import fanout
 Acceptance = float | Sequence[float]
 """a, the same at every position, or a_1, a_2, … by position (the last one holds for all further)."""
 
+Seconds = Callable[[float], float]
+"""Seconds of a forward by its load: tokens or branches. A `StepTime`, or any curve."""
+
 # ---- tokens ----
 
 
@@ -176,13 +179,13 @@ class StepTime:
         return self.base + self.per_unit * load
 
 
-def sd_round_seconds(verify: StepTime, draft: StepTime, overhead: float, batch: int, num_drafts: int) -> float:
+def sd_round_seconds(verify: Seconds, draft: Seconds, overhead: float, batch: int, num_drafts: int) -> float:
     """A round of SD: K draft steps over the batch, then the verify of b·(1+K) tokens, one after the other."""
     return num_drafts * draft(batch) + verify(batch * (1 + num_drafts)) + overhead
 
 
 def ssd_round_seconds(
-    verify: StepTime, draft: StepTime, overhead: float, batch: int, num_drafts: int, branches: int
+    verify: Seconds, draft: Seconds, overhead: float, batch: int, num_drafts: int, branches: int
 ) -> float:
     """A round of SSD that hits: the verify, or the tree if it takes longer.
 
