@@ -7,9 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from vllm_ssd import theory
+from vllm_ssd.metrics import Totals
 from vllm_ssd.sdsl import advisor, scaling_law
+from vllm_ssd.sdsl import hint as hint_module
 from vllm_ssd.sdsl.advisor import Candidate, Setting, Target
-from vllm_ssd.sdsl.hint import size_hint
+from vllm_ssd.sdsl.hint import SizeHint, measured_acceptance, size_hint
 from vllm_ssd.theory import StepTime
 
 MODELS = Path(__file__).parent.parent / "data" / "models"
@@ -251,3 +254,42 @@ def test_the_hint_is_one_line_with_a_command(draft: float, late: float, accepted
 def test_the_hint_keeps_to_a_quarter_and_four_times(factor: float, speaks: bool) -> None:
     draft = factor * scaling_law.linear_rule(70e9).value
     assert (size_hint(70e9, draft, 5, late_rate=0.5, acceptance=0.1) is not None) == speaks
+
+
+@pytest.fixture
+def large_late_draft(monkeypatch):
+    """Sizes of a 70B target and an 8B draft, and totals whose trees were late in 40 % of the rounds."""
+    monkeypatch.setattr(hint_module, "num_params_on_disk", {"T": 70_000_000_000, "D": 8_000_000_000}.get)
+    return Totals(rounds=500, late_rounds=200, verified_rows=500, drafted_tokens=2000, accepted_tokens=1200)
+
+
+def test_the_hint_is_logged_once_when_there_were_enough_rounds(large_late_draft, caplog) -> None:
+    hint = SizeHint("T", "D", 4)
+    with caplog.at_level("INFO", logger="vllm.saguaro"):
+        hint(dataclasses.replace(large_late_draft, rounds=499))
+        assert not caplog.records
+        for _ in range(3):
+            hint(large_late_draft)
+    assert len(caplog.records) == 1 and "late in 40% of the rounds" in caplog.text
+
+
+@pytest.mark.parametrize(("target", "enabled"), [("T", False), ("not here", True)])
+def test_the_hint_can_be_off_and_needs_both_sizes(large_late_draft, caplog, target: str, enabled: bool) -> None:
+    hint = SizeHint(target, "D", 4, enabled)
+    with caplog.at_level("INFO", logger="vllm.saguaro"):
+        hint(large_late_draft)
+    assert not hint.open and not caplog.records
+
+
+def test_measured_acceptance_is_that_of_the_totals() -> None:
+    tokens = theory.expected_tokens(0.6, 4)
+    totals = Totals(verified_rows=1000, drafted_tokens=4000, accepted_tokens=round(1000 * (tokens - 1)))
+    assert measured_acceptance(totals) == pytest.approx(0.6, abs=0.001)
+    assert measured_acceptance(Totals(verified_rows=10)) is None
+
+
+def test_sizes_on_disk_never_ask_the_hub(monkeypatch) -> None:
+    from vllm_ssd.sdsl.models import num_params_on_disk
+
+    assert num_params_on_disk(str(MODELS / "draft")) == 2_229_504
+    assert num_params_on_disk("nobody/has-this-model") is None

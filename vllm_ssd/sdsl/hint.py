@@ -1,9 +1,17 @@
 """The one line that saguaro may log at its start: this draft is far from what advice would choose.
 
-A pure function of sizes and of what earlier rounds measured. Knows no engine.
+`size_hint` is a pure function of sizes and of what the rounds measured; `SizeHint` asks it once there
+were enough of them. Knows no engine.
 """
 
+import logging
+
+from vllm_ssd import theory
+from vllm_ssd.metrics import Totals
+from vllm_ssd.sdsl.models import num_params_on_disk
 from vllm_ssd.sdsl.sizes import show_size
+
+logger = logging.getLogger("vllm.saguaro")
 
 _FAR = 4.0  # times N_opt, or that part of it
 _LATE = 0.10  # share of the rounds
@@ -11,6 +19,7 @@ _FEW_ACCEPTED = 0.4  # acceptance rate of a draft
 # N_opt = M_0 + μ·M as in `scaling_law.linear_rule`, whose scipy an engine need not have.
 _SLOPE, _START = 2.71e-3, 8.71e7
 _SMALL_TARGET = 1e9  # below it the rule does not hold
+_ENOUGH_ROUNDS = 500
 
 
 def size_hint(
@@ -47,3 +56,35 @@ def size_hint(
         f"ask for ({show_size(best)}) {what}. Compare drafts with: "
         f"vllm-ssd advise --target {target} --draft {draft} OTHERS --measure (size_hint: false silences this line)"
     )
+
+
+class SizeHint:
+    """Logs the line at most once, after enough rounds."""
+
+    def __init__(self, target: str, draft: str, num_speculative_tokens: int, enabled: bool = True) -> None:
+        """`target`, `draft`: folders or hub names; sizes are read from weights that are here, else it is silent."""
+        self._names, self._most = (target, draft), num_speculative_tokens
+        sizes = [num_params_on_disk(name) if enabled else None for name in self._names]
+        self._sizes = None if None in sizes else sizes
+        self.open = self._sizes is not None
+        """Whether there may still be something to say."""
+
+    def __call__(self, totals: Totals) -> None:
+        """Look at the totals since the start; costs nothing once it has spoken or found nothing to say."""
+        if not self.open or totals.rounds < _ENOUGH_ROUNDS:
+            return
+        self.open = False
+        late_rate = totals.late_rounds / totals.rounds
+        line = size_hint(*self._sizes, self._most, late_rate, measured_acceptance(totals), self._names)
+        if line is not None:
+            logger.info("%s", line)
+
+
+def measured_acceptance(totals: Totals) -> float | None:
+    """a, from how many drafts a row had and how many of them were accepted; None without drafts."""
+    rows = totals.verified_rows - totals.fallback_none
+    if rows <= 0 or totals.drafted_tokens <= 0:
+        return None
+    drafts = max(1, round(totals.drafted_tokens / rows))
+    tokens = min(1.0 + totals.accepted_tokens / rows, drafts + 1.0)
+    return theory.acceptance_from_tokens(tokens, drafts)

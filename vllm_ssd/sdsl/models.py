@@ -73,11 +73,21 @@ class ModelFiles:
         return self.tokenizer.get_vocab() == other.tokenizer.get_vocab()
 
 
-def _fetched(name: str) -> Path:
+def num_params_on_disk(name: str) -> int | None:
+    """Parameters of a model that is here already, without asking the hub; None if that cannot be told."""
+    try:
+        files = ModelFiles(name)
+        return ModelFiles(str(files.folder or _fetched(name, only_local=True))).num_params
+    except (ValueError, OSError, ImportError):
+        return None
+
+
+def _fetched(name: str, only_local: bool = False) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, allow_patterns=["*.safetensors", "*.json"]))
+        patterns = ["*.safetensors", "*.json"]
+        return Path(snapshot_download(name, allow_patterns=patterns, local_files_only=only_local))
     except Exception as error:
         raise ValueError(f"the weights of {name!r} cannot be had ({_first_line(error)}).") from error
 
