@@ -66,6 +66,8 @@ def test_wrong_option(wrong, words):
     ids=str,
 )
 def test_wrong_engine_option(options, word):
+    if "ray" in options.values():
+        pytest.importorskip("ray", reason="vLLM itself refuses this without Ray")
     assert word in refusal(saguaro(), **options)
 
 
@@ -214,7 +216,7 @@ def test_padded_vocabularies_are_accepted(tmp_path, baseline):
     with EngineProcess(saguaro(draft, 3, fallback="draft"), model=target) as engine:
         check_same_tokens(engine.generate(requests), baseline.generate(requests), "padded")
         stats = engine.stats()
-        assert stats["accepted_tokens"] > 0.3 * stats["drafted_tokens"] > 0, "padding was drafted"
+        assert stats["accepted_tokens"] > 0.1 * stats["drafted_tokens"] > 0, "padding was drafted"
         for request in requests:
             request["params"] = {**request["params"], "temperature": 1.0}
         sampled = engine.generate(requests)
