@@ -38,6 +38,7 @@ class Laws(NamedTuple):
     top_k: torch.Tensor  # [R] int32; 0 is off
     top_p: torch.Tensor  # [R] float32; 1 is off
     fan_out: torch.Tensor  # [R] int32, F of the row's position
+    saguaro_c: torch.Tensor  # [R] float32, C in (0, 1]; 1 is off
     seed: torch.Tensor  # [R] int64
     counter: torch.Tensor  # [R] int32
 
@@ -49,6 +50,7 @@ def _draw_kernel(
     top_k,
     top_p,
     fan_out,
+    saguaro_c,
     seed,
     counter,
     tokens,
@@ -58,7 +60,6 @@ def _draw_kernel(
     values,
     num_keys,
     width,
-    saguaro_c,
     N: tl.constexpr,
     M: tl.constexpr,
 ):
@@ -79,7 +80,7 @@ def _draw_kernel(
     before = tl.cumsum(law, axis=0) - law
     law = tl.where(before > tl.load(top_p + row), 0.0, law)
     # σ_{F,C}(v) ∝ C·q(v) for the F most probable v, q(v) for the others.
-    law = tl.where(rank < tl.load(fan_out + row), law * saguaro_c, law)
+    law = tl.where(rank < tl.load(fan_out + row), law * tl.load(saguaro_c + row), law)
     law = law / tl.sum(law, axis=0)
     law = tl.where(heat > 0, law, tl.where(rank == 0, 1.0, 0.0))
 
@@ -100,7 +101,6 @@ def _draw_kernel(
 def draw(
     logits: torch.Tensor,
     laws: Laws,
-    saguaro_c: float,
     top_m: int,
     vocab_size: int | None = None,
     *,
@@ -116,15 +116,13 @@ def draw(
     vocab_size = logits.shape[-1] if vocab_size is None else vocab_size
     check_logits(logits, vocab_size)
     rows, device = logits.shape[0], logits.device
-    dtypes = Laws(torch.float32, torch.int32, torch.float32, torch.int32, torch.int64, torch.int32)
+    dtypes = Laws(torch.float32, torch.int32, torch.float32, torch.int32, torch.float32, torch.int64, torch.int32)
     for name, tensor, dtype in zip(Laws._fields, laws, dtypes):
         check_tensor(name, tensor, (rows,), dtype, device)
     if not 1 <= top_m <= 1024:
         raise ValueError(f"top_m is {top_m}; it must be from 1 to 1024.")
-    if not 0 < saguaro_c <= 1:
-        raise ValueError(f"saguaro_c is {saguaro_c}; it must be above 0 and up to 1.")
     if not runs_kernel(backend, logits):
-        return draw_torch(logits, laws, saguaro_c, top_m, vocab_size)
+        return draw_torch(logits, laws, top_m, vocab_size)
     drawn = _empty(rows, top_m, device)
     if rows:
         keys = best_keys(
@@ -132,7 +130,7 @@ def draw(
         )
         size = power_of_two(top_m)
         count = keys.shape[1]
-        _draw_kernel[(rows,)](keys, *laws, *drawn, count, top_m, float(saguaro_c), N=power_of_two(count, size), M=size)
+        _draw_kernel[(rows,)](keys, *laws, *drawn, count, top_m, N=power_of_two(count, size), M=size)
     return drawn
 
 
@@ -148,7 +146,7 @@ def _empty(rows: int, top_m: int, device: torch.device) -> Drawn:
     )
 
 
-def draw_torch(logits: torch.Tensor, laws: Laws, saguaro_c: float, top_m: int, vocab_size: int) -> Drawn:
+def draw_torch(logits: torch.Tensor, laws: Laws, top_m: int, vocab_size: int) -> Drawn:
     """The twin of `draw`, which says what it takes and returns."""
     excluded = torch.full((logits.shape[0],), NO_TOKEN, dtype=torch.int32, device=logits.device)
     values, token_ids = best_tokens_torch(logits, excluded, vocab_size, top_m)
@@ -160,7 +158,7 @@ def draw_torch(logits: torch.Tensor, laws: Laws, saguaro_c: float, top_m: int, v
     probs = torch.softmax(scaled.masked_fill(~possible, -torch.inf), dim=-1)
     before = probs.cumsum(dim=-1) - probs
     probs = probs.masked_fill(before > laws.top_p[:, None], 0.0)
-    probs = torch.where(ranks < laws.fan_out[:, None], probs * saguaro_c, probs)
+    probs = torch.where(ranks < laws.fan_out[:, None], probs * laws.saguaro_c[:, None], probs)
     probs = probs / probs.sum(dim=-1, keepdim=True)
     probs = torch.where(greedy[:, None], (ranks == 0).float(), probs)
 

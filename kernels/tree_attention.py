@@ -265,7 +265,7 @@ def tree_attention(
             groups,
             M=power_of_two(per_group * tree.per_block, 16),
             N=_tile_columns(head_size, queries.dtype),
-            num_warps=4,
+            num_warps=8 if head_size > 128 else 4,
             num_stages=2 if head_size > 128 or queries.dtype == torch.float32 else 3,
             **fixed,
         )

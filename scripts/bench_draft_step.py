@@ -140,7 +140,7 @@ def step_times(model: LlamaForCausalLM, branches: int, args: argparse.Namespace,
     for way in ("graphs", "launches") if device.type == "cuda" else ("launches",):
         graph_round = GraphRound(decoder, pools, shape, vocab_size, _TOP_M, graphs=way == "graphs")
         graph_round.warm_up()
-        graph_round.set_trunk(0, 0, trunk)
+        graph_round.set_trunks([trunk])
         planting = Planting(0, args.context, tails, temperature=args.temperature)
 
         def tree(graph_round: GraphRound = graph_round, planting: Planting = planting) -> Callable[[], None]:

@@ -222,9 +222,9 @@ def logits_cases(device: torch.device, rows: int, vocab_size: int):
     what = f"{rows} rows, vocabulary {vocab_size}"
     yield Case("fork", what, logits.nbytes, lambda backend: fork(logits, none, counts, 33, backend=backend))
     ones, zeros = torch.ones(rows, device=device), torch.zeros(rows, **integers)
-    laws = Laws(ones, zeros, ones, zeros, torch.zeros(rows, dtype=torch.int64, device=device), zeros)
-    yield Case("draw", what, logits.nbytes, lambda backend: draw(logits, laws, 0.7, _TOP_M, backend=backend))
-    drawn = draw(logits, laws, 0.7, _TOP_M, backend="torch")
+    laws = Laws(ones, zeros, ones, zeros, 0.7 * ones, torch.zeros(rows, dtype=torch.int64, device=device), zeros)
+    yield Case("draw", what, logits.nbytes, lambda backend: draw(logits, laws, _TOP_M, backend=backend))
+    drawn = draw(logits, laws, _TOP_M, backend="torch")
     dense = torch.rand(rows, vocab_size, device=device)
     yield Case(
         "dense_rows",

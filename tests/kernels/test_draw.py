@@ -25,6 +25,7 @@ def laws_of(rows: int, seed: int, device: torch.device, greedy_share: float = 0.
         top_k=integers(0, 6, torch.int32),
         top_p=(0.3 + 0.7 * torch.rand(rows, generator=generator)).to(device),
         fan_out=integers(0, 5, torch.int32),
+        saguaro_c=(0.1 + 0.9 * torch.rand(rows, generator=generator)).to(device),
         seed=integers(-(2**62), 2**62, torch.int64),
         counter=integers(0, 2**31 - 1, torch.int32),
     )
@@ -47,11 +48,10 @@ def assert_same(kernel, twin, laws: Laws) -> None:
     rows=st.integers(0, 4),
     vocab_size=st.sampled_from((1, 5, 60)),
     top_m=st.sampled_from((1, 4, 8)),
-    saguaro_c=st.sampled_from((1.0, 0.4)),
     dtype=st.sampled_from((torch.float32, torch.bfloat16, torch.float16)),
     bad=st.booleans(),
 )
-def test_the_kernel_equals_its_twin(device, seed, rows, vocab_size, top_m, saguaro_c, dtype, bad) -> None:
+def test_the_kernel_equals_its_twin(device, seed, rows, vocab_size, top_m, dtype, bad) -> None:
     """Law, draw or greedy rows differ; NaN and infinite logits included."""
     generator = torch.Generator().manual_seed(seed)
     logits = (3 * torch.randn(rows, vocab_size + 4, generator=generator)).to(device, dtype)
@@ -59,15 +59,16 @@ def test_the_kernel_equals_its_twin(device, seed, rows, vocab_size, top_m, sagua
         logits[torch.rand(logits.shape, generator=generator).to(device) < 0.5] = torch.nan
         logits[:1] = -torch.inf
     laws = laws_of(rows, seed, device)
-    kernel = draw(logits, laws, saguaro_c, top_m, vocab_size, backend="triton", block=16)
-    assert_same(kernel, draw(logits, laws, saguaro_c, top_m, vocab_size, backend="torch"), laws)
+    kernel = draw(logits, laws, top_m, vocab_size, backend="triton", block=16)
+    assert_same(kernel, draw(logits, laws, top_m, vocab_size, backend="torch"), laws)
 
 
 def test_the_law_is_the_one_used_on_the_host(device: torch.device) -> None:
     """Drafts of the two paths are verified against different laws for the same request."""
     logits = 3 * torch.randn(200, 40, generator=torch.Generator().manual_seed(0)).to(device)
     laws = laws_of(200, 1, device, greedy_share=0.0)
-    drawn = draw(logits, laws, 0.5, 8, backend="torch")
+    laws.saguaro_c.fill_(0.5)
+    drawn = draw(logits, laws, 8, backend="torch")
     values, token_ids = top_tokens(logits, 8, 40)
     law = saguaro_law(values, laws.temperature, laws.top_k, laws.top_p, laws.fan_out, 0.5)
     assert torch.equal(drawn.token_ids.long(), token_ids)
@@ -82,8 +83,8 @@ def test_tokens_come_with_the_frequency_that_the_law_says(device: torch.device, 
     ones, counter = torch.ones(rows, device=device), torch.arange(rows, dtype=torch.int32, device=device)
     seed = torch.full((rows,), 12345, device=device)
     fan_out = torch.full_like(counter, 2)
-    laws = Laws(ones, torch.zeros_like(counter), ones, fan_out, seed, counter)
-    drawn = draw(logits, laws, 0.5, 4, backend=backend)
+    laws = Laws(ones, torch.zeros_like(counter), ones, fan_out, 0.5 * ones, seed, counter)
+    drawn = draw(logits, laws, 4, backend=backend)
     law, token_ids = drawn.probs[0].cpu().double(), drawn.token_ids[0].tolist()
     counts = [(drawn.tokens == token_id).sum().item() for token_id in token_ids]
     assert sum(counts) == rows
@@ -104,18 +105,18 @@ def test_uniform_numbers_are_uniform_and_differ_between_seeds() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "saguaro_c", "top_m", "message"),
+    ("change", "top_m", "message"),
     (
-        ({"temperature": torch.zeros(2).double()}, 1.0, 4, "temperature is float64"),
-        ({"seed": torch.zeros(2, dtype=torch.int32)}, 1.0, 4, "seed is int32"),
-        ({"counter": torch.zeros(4, dtype=torch.int32)[::2]}, 1.0, 4, "counter has strides"),
-        ({"top_k": torch.zeros(3, dtype=torch.int32)}, 1.0, 4, "top_k has shape"),
-        ({}, 0.0, 4, "saguaro_c is 0.0"),
-        ({}, 1.0, 2000, "top_m is 2000"),
+        ({"temperature": torch.zeros(2).double()}, 4, "temperature is float64"),
+        ({"seed": torch.zeros(2, dtype=torch.int32)}, 4, "seed is int32"),
+        ({"counter": torch.zeros(4, dtype=torch.int32)[::2]}, 4, "counter has strides"),
+        ({"top_k": torch.zeros(3, dtype=torch.int32)}, 4, "top_k has shape"),
+        ({"saguaro_c": torch.ones(2).half()}, 4, "saguaro_c is float16"),
+        ({}, 2000, "top_m is 2000"),
     ),
 )
-def test_wrong_inputs_are_refused(change: dict, saguaro_c: float, top_m: int, message: str) -> None:
+def test_wrong_inputs_are_refused(change: dict, top_m: int, message: str) -> None:
     """A law of another length or dtype is read past its end."""
     laws = laws_of(2, 0, torch.device("cpu"))._replace(**change)
     with pytest.raises(ValueError, match=message):
-        draw(torch.zeros(2, 9), laws, saguaro_c, top_m)
+        draw(torch.zeros(2, 9), laws, top_m)

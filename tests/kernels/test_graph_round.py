@@ -54,22 +54,21 @@ def make(model: DraftModel, **changes) -> GraphRound:
             **changes,
         }
     )
-    return GraphRound(decoder, model._pools, shape, model.vocab_size, top_m=8, saguaro_c=0.5)
+    return GraphRound(decoder, model._pools, shape, model.vocab_size, top_m=8)
 
 
 def feed(graph_round: GraphRound, plan: list[tuple[list[int], list[int]]]) -> tuple[list[int], np.ndarray]:
     """Glue whole prompts and their trunks; the row after each prompt's last token, and slots that are left."""
     slots = np.random.default_rng(0).permutation(1000)
     groups, first_rows, used = [], [], 0
-    for place, (prompt, trunk) in enumerate(plan):
+    for prompt, trunk in plan:
         tokens = prompt + trunk
         mine = slots[used : used + len(tokens)]
         first_rows.append(used + len(prompt) - 1)
-        graph_round.set_trunk(place, 0, mine[:2])  # in two pieces, as a sequence grows
-        graph_round.set_trunk(place, 2, mine[2:])
         groups.append(causal_group(tokens, 0, mine, mine))
         used += len(tokens)
     with torch.inference_mode():
+        graph_round.set_trunks([group.columns for group in groups])
         graph_round.glue(host_rows(groups, DEPTH))
     return first_rows, slots[used:]
 
@@ -125,7 +124,7 @@ def test_the_tree_is_the_engines(model: DraftModel, changes: dict) -> None:
 def test_sampled_rows_carry_the_law_they_were_drawn_from(model: DraftModel) -> None:
     """The law that comes to the host is not that of the draft at this place."""
     plan = PROMPTS[:2]
-    law = {"temperature": 0.8, "top_k": 6, "top_p": 0.95}
+    law = {"temperature": 0.8, "top_k": 6, "top_p": 0.95, "saguaro_c": 0.5}
     bets = [(0, 11), (1, 12), (3, 13), (0, 21), (2, 22), (2, 23)]
     graph_round = make(model)
     with torch.inference_mode():
@@ -163,7 +162,7 @@ def test_branches_of_a_sequence_draw_independently(model: DraftModel) -> None:
         _, left = feed(graph_round, PROMPTS[:1])
         graph_round.plant(planted(PROMPTS[:1], left, 20, temperature=5.0), [(3, 11)] * 20, [1])
         graph_round.grow()
-    [step] = graph_round.finished(wait=True)
+    [step] = graph_round.finished(at_least=1)
     assert len(set(step.tokens.tolist())) > 3
 
 

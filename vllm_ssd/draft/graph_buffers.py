@@ -172,6 +172,7 @@ class TreeBuffers:
             top_k=torch.zeros(rows, **integers),
             top_p=torch.ones(rows, **floats),
             fan_out=torch.zeros(rows, **integers),
+            saguaro_c=torch.ones(rows, **floats),
             seed=torch.zeros(rows, dtype=torch.int64, device=device),
             counter=torch.zeros(rows, **integers),
         )

@@ -40,6 +40,7 @@ class GraphDecoder:
         self.num_heads: int = light._num_heads
         self.num_kv_heads: int = light._num_kv_heads
         self.head_size: int = first._head_dim
+        self.vocab_size: int = light._embedding.shape[0]  # padded
         self.hidden_size: int = light._embedding.shape[1]
         self.dtype: torch.dtype = light._embedding.dtype
         self.device: torch.device = light._embedding.device

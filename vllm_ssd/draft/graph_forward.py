@@ -58,7 +58,7 @@ class GraphForward:
 
     def __init__(self, decoder: GraphDecoder, max_length: int, depth: int, max_rows: int = _MAX_ROWS) -> None:
         """`max_length`: of a sequence; `depth`: longest tail of a branch."""
-        self._decoder = decoder
+        self.graph_decoder = decoder
         self._shape = Shape(
             max_rows=max_rows,
             max_sequences=_MAX_SEQUENCES,
@@ -86,7 +86,7 @@ class GraphForward:
             hidden = self._run_large(rows, pools)
         if batch.logit_rows is not None:
             hidden = hidden.index_select(0, batch.logit_rows)
-        return self._decoder.logits(hidden)
+        return self.graph_decoder.logits(hidden)
 
     def warm_up(self, pools: Sequence[torch.Tensor]) -> None:
         """Capture the graphs of all buckets, over rows that are all padding."""
@@ -107,7 +107,7 @@ class GraphForward:
         static = self._buffers.rows(bucket, per_block)
 
         def body() -> None:
-            self._hidden[:bucket] = self._decoder.hidden(static, pools)
+            self._hidden[:bucket] = self.graph_decoder.hidden(static, pools)
 
         self._runner.run((bucket, per_block), body)
 
@@ -120,8 +120,8 @@ class GraphForward:
         """A batch beyond the buffers (a prompt's chunk): the same calls on buffers of its own."""
         count, trunks = len(rows.token_ids), joined(rows.trunks)
         size = {"max_rows": count, "max_sequences": len(trunks), "max_length": max(trunks.shape[1], 1)}
-        own = RowBuffers(dataclasses.replace(self._shape, **size), self._decoder.device)
+        own = RowBuffers(dataclasses.replace(self._shape, **size), self.graph_decoder.device)
         per_block = self._per_block(count)
         own.fill(rows, count, per_block, self._staging)
         own.fill_trunks(trunks, self._staging)
-        return self._decoder.hidden(own.rows(count, per_block), pools)
+        return self.graph_decoder.hidden(own.rows(count, per_block), pools)

@@ -19,14 +19,18 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from vllm_ssd.config import SaguaroConfig
 from vllm_ssd.draft.graph_buffers import RowBuffers, Shape, Staging, TreeBuffers
 from vllm_ssd.draft.graph_decoder import GraphDecoder
 from vllm_ssd.draft.graph_outcomes import most_probable_outcomes
-from vllm_ssd.draft.graph_rows import HostRows
+from vllm_ssd.draft.graph_rows import HostRows, joined
 from vllm_ssd.draft.graph_runner import GraphRunner, bucket_of, buckets
 from vllm_ssd.kernels.draw import Laws, draw
 from vllm_ssd.kernels.fork import fork
 from vllm_ssd.kernels.tree_attention import rows_per_block
+
+_MAX_ROWS = 2048
+_MAX_FAN_OUT = 32  # candidates that a fork looks at, as in `forecast.py`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +43,7 @@ class Planting:
     temperature: float = 0.0  # 0: argmax
     top_k: int = 0
     top_p: float = 1.0
+    saguaro_c: float = 1.0
     seed: int = 0  # of the draws; another one for each sequence and round
 
 
@@ -55,6 +60,34 @@ class Step:
     bets: np.ndarray  # [R] int32, the branches' first tokens
 
 
+def make(
+    decoder: GraphDecoder,
+    pools: Sequence[torch.Tensor],
+    config: SaguaroConfig,
+    vocab_size: int,
+    max_sequences: int,
+    max_length: int,
+) -> "GraphRound":
+    """A round for up to `max_sequences` trees over sequences of `max_length` tokens, its graphs captured."""
+    depth = config.num_speculative_tokens + 1
+    shape = Shape(
+        max_rows=min(max_sequences * config.most_branches, _MAX_ROWS),
+        max_sequences=max_sequences,
+        max_length=max_length + depth,
+        depth=depth,
+        width=min(max(min(config.most_branches, _MAX_FAN_OUT) + 1, config.draft_top_m), vocab_size),
+        num_heads=decoder.num_heads,
+        num_kv_heads=decoder.num_kv_heads,
+        head_size=decoder.head_size,
+        vocab_size=decoder.vocab_size,
+        dtype=decoder.dtype,
+    )
+    with torch.inference_mode():
+        graph_round = GraphRound(decoder, pools, shape, vocab_size, config.draft_top_m)
+        graph_round.warm_up()
+    return graph_round
+
+
 class GraphRound:
     """Builds the trees of all sequences of a round."""
 
@@ -65,12 +98,11 @@ class GraphRound:
         shape: Shape,
         vocab_size: int,
         top_m: int,
-        saguaro_c: float = 1.0,
         graphs: bool = True,
     ) -> None:
         """`vocab_size`: ids from here on are padding. `graphs` False: launch every kernel, to compare."""
         self._decoder, self._pools, self._shape = decoder, pools, shape
-        self._vocab_size, self._top_m, self._saguaro_c = vocab_size, top_m, saguaro_c
+        self._vocab_size, self._top_m = vocab_size, top_m
         device = decoder.device
         self._rows = RowBuffers(shape, device)
         self._tree = TreeBuffers(shape, device)
@@ -88,11 +120,16 @@ class GraphRound:
         self._count = self._bucket = self._per_block = self._begun = 0
         self._pending: deque[tuple[int, torch.cuda.Event | None]] = deque()
 
+    @property
+    def shape(self) -> Shape:
+        """The sizes of its buffers."""
+        return self._shape
+
     # ---- what the host says ----
 
-    def set_trunk(self, place: int, first: int, slots: np.ndarray) -> None:
-        """The slots of a sequence from its token `first` on; those before stay what they were."""
-        self._staging.send(slots.astype(np.int32), self._rows.trunk_slots[place, first : first + len(slots)])
+    def set_trunks(self, trunks: Sequence[np.ndarray]) -> None:
+        """The slots of the sequences at places 0, 1, …, committed tokens and drafts in flight."""
+        self._rows.fill_trunks(joined(trunks), self._staging)
 
     def glue(self, rows: HostRows) -> None:
         """Compute the KV of tokens that have none, and the candidates after each of them.
@@ -170,13 +207,13 @@ class GraphRound:
             self._fetch(self._begun)
             self._begun += 1
 
-    def finished(self, wait: bool = False) -> list[Step]:
-        """Steps that have come to the host since the last call; with `wait`, all that were enqueued."""
+    def finished(self, at_least: int = 0) -> list[Step]:
+        """Steps that have come to the host since the last call; waits until they are `at_least` so many."""
         steps = []
         while self._pending:
             number, event = self._pending[0]
             if event is not None and not event.query():
-                if not wait:
+                if len(steps) >= at_least:
                     break
                 event.synchronize()
             self._pending.popleft()
@@ -218,7 +255,7 @@ class GraphRound:
         hidden = self._decoder.hidden(rows.rows(bucket, per_block), self._pools)
         for part in self._parts(bucket):
             laws = Laws(*(field[part] for field in tree.laws))
-            drawn = draw(self._decoder.logits(hidden[part]), laws, self._saguaro_c, self._shape.width, self._vocab_size)
+            drawn = draw(self._decoder.logits(hidden[part]), laws, self._shape.width, self._vocab_size)
             tree.tokens[:, part].index_copy_(0, step, drawn.tokens[None])
             tree.law_ids[:, part].index_copy_(0, step, drawn.token_ids[None])
             tree.law_probs[:, part].index_copy_(0, step, drawn.probs[None])
@@ -269,6 +306,7 @@ class GraphRound:
             "temperature": spread([planting.temperature for planting in plantings], np.float32),
             "top_k": spread(top_k, np.int32),
             "top_p": spread([planting.top_p for planting in plantings], np.float32),
+            "saguaro_c": spread([planting.saguaro_c for planting in plantings], np.float32),
             "seed": spread([planting.seed for planting in plantings], np.int64),
             "counter": counter,
         }

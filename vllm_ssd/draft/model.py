@@ -6,6 +6,7 @@ Llama-shaped models take a light forward (`light_decoder.py`), on a GPU over ker
 """
 
 import logging
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -14,6 +15,9 @@ from transformers import AutoModelForCausalLM
 from vllm_ssd.config import SaguaroConfig
 from vllm_ssd.draft import light_decoder, pool_attention
 from vllm_ssd.draft.batch import FlatBatch, Group, flatten
+
+if TYPE_CHECKING:
+    from vllm_ssd.draft.graph_round import GraphRound
 
 logger = logging.getLogger("vllm_ssd.draft")
 
@@ -80,6 +84,18 @@ class DraftModel:
             group = Group([0] * len(slots), slots, slots, slots, slots, np.tri(len(slots), dtype=bool))
             with torch.inference_mode():
                 self.forward(flatten([group], self.device))
+
+    def device_round(self, config: SaguaroConfig, max_sequences: int, max_length: int) -> "GraphRound | None":
+        """Buffers and graphs for trees that grow on a GPU; None where the forward is not in graphs.
+
+        Call it after `warm_up`. `max_length`: of the target's sequences.
+        """
+        decoder = getattr(self._decoder, "graph_decoder", None)
+        if decoder is None:
+            return None
+        from vllm_ssd.draft import graph_round
+
+        return graph_round.make(decoder, self._pools, config, self.vocab_size, max_sequences, max_length)
 
     def forward(self, batch: FlatBatch) -> torch.Tensor:
         """Write the tokens' KV to their slots; returns logits of the wanted rows, [R, padded vocabulary]."""
