@@ -117,6 +117,9 @@ def measured():
         "greedy": measuring.agreement(target, draft, windows, 4096, 0.0),
         "sampled": measuring.agreement(target, draft, windows, 4096, 1.0),
         "self": measuring.agreement(target, target, windows, 4096, 1.0),
+        "written": measuring.agreement(
+            target, draft, measuring.continuations(target, windows, 0.0), 4096, 0.0, measuring.CONTEXT
+        ),
     }
 
 
@@ -134,6 +137,11 @@ def test_acceptance_is_that_of_a_real_pair(measured) -> None:
     for kind in ("greedy", "sampled"):
         assert 0.25 < measured[kind].acceptance < 0.85
         assert all(0.0 <= rate <= 1.0 for rate in measured[kind].by_position)
+
+
+def test_what_the_target_writes_is_easier_to_draft_than_what_people_write(measured) -> None:
+    """Greedy, this small target soon repeats itself."""
+    assert measured["written"].acceptance > measured["greedy"].acceptance
 
 
 def test_more_branches_miss_less_and_none_always_miss(measured) -> None:

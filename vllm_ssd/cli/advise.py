@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from vllm_ssd.cli import text
+from vllm_ssd.cli import advice_files, text
 from vllm_ssd.sdsl import advisor
 from vllm_ssd.sdsl.advisor import Advice, Assessment, Candidate, Choice, Setting, Target
 from vllm_ssd.sdsl.sizes import show_size
@@ -40,9 +40,11 @@ def run(args: argparse.Namespace) -> int:
     advices = _from_sizes(args) if args.target is None else _from_models(args, progress)
     print(describe(advices))
     if args.json:
-        args.json.write_text(json.dumps([as_json(advice) for advice in advices], indent=1) + "\n", encoding="utf-8")
+        args.json.write_text(
+            json.dumps([advice_files.as_json(advice) for advice in advices], indent=1) + "\n", encoding="utf-8"
+        )
     if args.plot:
-        plot(advices, args.plot)
+        advice_files.plot(advices, args.plot)
     return 0
 
 
@@ -96,14 +98,17 @@ def _from_models(args: argparse.Namespace, progress: Progress) -> list[Advice]:
         Candidate(files.label, files.num_params, files.shares_tokenizer(target_files)) for files in draft_files
     ]
     words = measuring.default_text() if args.text is None else args.text.read_text(encoding="utf-8")
-    windows = measuring.windows_of(words, target_files)
-    progress(f"perplexity of {target.name} on {windows.numel()} tokens")
+    texts = {"read": measuring.windows_of(words, target_files)}
+    progress(f"perplexity of {target.name} on {texts['read'].numel()} tokens")
     target_model = measuring.load(target_files)
-    target = dataclasses.replace(target, perplexity=measuring.perplexity(target_model, windows))
+    target = dataclasses.replace(target, perplexity=measuring.perplexity(target_model, texts["read"]))
+    if args.measure:
+        progress(f"{target.name} goes on with pieces of the text")
+        texts["written"] = measuring.continuations(target_model, texts["read"], args.temperature)
     for place, files in enumerate(draft_files):
         if candidates[place].same_tokenizer:
             progress(f"{candidates[place].name}: perplexity" + (" and acceptance" if args.measure else ""))
-            candidates[place] = _judged(candidates[place], files, target_files, target_model, windows, args)
+            candidates[place] = _judged(candidates[place], files, target_files, target_model, texts, args)
     del target_model
     if args.measure:
         device, loads = measuring.device(), _loads(args.batch)
@@ -128,22 +133,28 @@ def _curves(advice: Advice) -> list[Any]:
     return [advice.target.verify_seconds, *(each.candidate.step_seconds for each in advice.assessments)]
 
 
-def _judged(candidate: Candidate, files: Any, target_files: Any, target_model: Any, windows: Any, args) -> Candidate:
-    """The candidate with its perplexity and, with --measure, its agreement with the target."""
+def _judged(candidate: Candidate, files: Any, target_files: Any, target_model: Any, texts: Any, args: Any) -> Candidate:
+    """The candidate with its perplexity and, with --measure, its agreement with the target.
+
+    `texts`: windows of the text as "read", and what the target wrote after pieces of it as "written".
+    """
     from vllm_ssd.sdsl import measuring
 
     model = measuring.load(files)
-    candidate = dataclasses.replace(candidate, perplexity=measuring.perplexity(model, windows))
+    candidate = dataclasses.replace(candidate, perplexity=measuring.perplexity(model, texts["read"]))
     if not args.measure:
         return candidate
     vocab_size = min(len(target_files.tokenizer), int(target_files.config.vocab_size), int(files.config.vocab_size))
-    found = measuring.agreement(target_model, model, windows, vocab_size, args.temperature)
+    read = measuring.agreement(target_model, model, texts["read"], vocab_size, args.temperature)
+    written = measuring.agreement(
+        target_model, model, texts["written"], vocab_size, args.temperature, skip=measuring.CONTEXT
+    )
     return dataclasses.replace(
         candidate,
-        measured_acceptance=found.acceptance,
-        by_position=found.by_position,
-        refused_misses=found.refused_misses,
-        bonus_misses=found.bonus_misses,
+        measured_acceptance=read.acceptance,
+        by_position=written.by_position,
+        refused_misses=written.refused_misses,
+        bonus_misses=written.bonus_misses,
     )
 
 
@@ -214,6 +225,7 @@ def _row(each: Assessment) -> list[str]:
         _shown(candidate.perplexity, ".1f"),
         _shown(each.law_acceptance, ".2f"),
         _shown(candidate.measured_acceptance, ".2f"),
+        _shown(candidate.by_position and candidate.by_position[0], ".2f"),
         _shown(step and 1e3 * step(1), ".2f"),
         "-" if each.sdsl is None else f"{each.sdsl:.2f}x (γ {each.sdsl_gamma})",
         _choice(each.sd, each, ssd=False),
@@ -232,72 +244,3 @@ def _choice(choice: Choice | None, each: Assessment, ssd: bool) -> str:
 
 def _shown(value: float | None, spec: str) -> str:
     return "-" if value is None else format(value, spec)
-
-
-def as_json(advice: Advice) -> dict[str, Any]:
-    """All figures, times in seconds; names as in `advisor`."""
-    timed = advice.target.verify_seconds is not None
-    return {
-        "target": {
-            "name": advice.target.name,
-            "params": advice.target.params,
-            "perplexity": advice.target.perplexity,
-            "verify_seconds": _points(advice.target.verify_seconds),
-        },
-        "setting": dataclasses.asdict(advice.setting),
-        "best_size": dataclasses.asdict(advice.best_size),
-        "rule_applies": advice.rule_applies,
-        "rates": "tokens a second" if timed else "tokens in the time of one verify",
-        "drafts": [_assessment_as_json(each) for each in advice.assessments],
-        "chosen": advice.chosen and advice.chosen.candidate.name,
-        "recommendation": advice.sentence,
-    }
-
-
-def _assessment_as_json(each: Assessment) -> dict[str, Any]:
-    candidate = {key: value for key, value in vars(each.candidate).items() if key != "step_seconds"}
-    return {
-        **candidate,
-        "step_seconds": _points(each.candidate.step_seconds),
-        "usable": each.usable,
-        "ratio_to_best_size": each.ratio_to_best_size,
-        "law_acceptance": each.law_acceptance,
-        "acceptance_used": each.acceptance,
-        "sdsl": {"gain": each.sdsl, "gamma": each.sdsl_gamma},
-        "none": each.none,
-        "sd": each.sd and dataclasses.asdict(each.sd),
-        "ssd": each.ssd and dataclasses.asdict(each.ssd),
-    }
-
-
-def _points(curve: Any) -> dict[str, list[float]] | None:
-    return None if curve is None else {"tokens": list(curve.loads), "seconds": list(curve.seconds)}
-
-
-def plot(advices: Sequence[Advice], path: Path) -> None:
-    """Expected speed over draft size, one panel a batch size. Raises `ValueError` without matplotlib."""
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ValueError("--plot needs matplotlib: pip install 'vllm-ssd[advise]'.") from error
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, panels = pyplot.subplots(
-        1, len(advices), squeeze=False, figsize=(5 * len(advices), 4), layout="constrained"
-    )
-    for panel, advice in zip(panels[0], advices):
-        rows = sorted((each for each in advice.assessments if each.usable), key=lambda each: each.candidate.params)
-        sizes = [each.candidate.params for each in rows]
-        panel.plot(sizes, [each.sd.rate for each in rows], "o-", label="SD at its best K")
-        panel.plot(sizes, [each.ssd.rate for each in rows], "s-", label="SSD at its best K and width")
-        panel.axhline(advice.assessments[0].none, color="grey", linestyle=":", label="no speculation")
-        if advice.rule_applies:
-            panel.axvline(advice.best_size.value, color="tab:red", linestyle="--", label="N_opt (SDSL)")
-        panel.set_xscale("log")
-        panel.set_xlabel("draft parameters")
-        timed = advice.target.verify_seconds is not None
-        panel.set_ylabel("expected tokens/s" if timed else "tokens in the time of a verify")
-        panel.set_title(f"{advice.target.name}, batch {advice.setting.batch}", fontsize="medium")
-        panel.legend(fontsize="small")
-    figure.savefig(path, dpi=150)

@@ -1,7 +1,8 @@
 """How well a draft foretells a target, measured on a text: perplexity, acceptance, ranks.
 
-Both models run as transformers wrote them, on one device; nothing is timed here. The text stands
-for what the target will write: it decides the figures.
+Both models run as transformers wrote them, on one device; nothing is timed here. The scaling law
+speaks of a text as it is; what speculation wins depends on what the target writes itself, so that
+can be had too (`continuations`). The text decides the figures: it should be of the kind to come.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,14 +17,16 @@ import torch.nn.functional as F
 from vllm_ssd.sdsl.models import ModelFiles
 
 WINDOW = 256  # tokens
+CONTEXT = 64  # tokens before the drafts of a chain, and before what the target goes on with
 MOST_DRAFTS = 8  # positions whose acceptance is measured
 MOST_BRANCHES = 32  # candidates whose ranks are counted
 _LEAST_TOKENS = 2 * WINDOW
 _MOST_WINDOWS = 64
-_CONTEXT = 64  # tokens before the drafts of a chain
 _CHAINS_PER_WINDOW = 8
 _ENOUGH_CHAINS = 20.0  # that must arrive at a position for a rate of its own
 _WINDOWS_AT_A_TIME = 4
+_MOST_CONTINUED = 24  # windows
+_CONTINUED_BY = 128  # tokens
 
 Progress = Callable[[str], None]
 
@@ -66,6 +69,33 @@ def load(files: ModelFiles) -> Any:
         raise ValueError(f"{files.name!r} cannot be loaded ({reason}).") from error
 
 
+@torch.inference_mode()
+def continuations(target: Any, windows: torch.Tensor, temperature: float, seed: int = 0) -> torch.Tensor:
+    """Beginnings of windows, gone on with by the target: [n, CONTEXT + tokens].
+
+    It does not end its texts: the token for that is kept from it.
+    """
+    torch.manual_seed(seed)
+    count = min(len(windows), _MOST_CONTINUED)
+    chosen = windows[np.unique(np.linspace(0, len(windows) - 1, count).astype(int)), :CONTEXT]
+    return _go_on(target, chosen, _CONTINUED_BY, temperature).cpu()
+
+
+def _go_on(model: Any, contexts: torch.Tensor, count: int, temperature: float) -> torch.Tensor:
+    """[n, C] → [n, C + count]."""
+    contexts = contexts.to(model.device)
+    law = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+    greedy = {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
+    return model.generate(
+        contexts,
+        attention_mask=torch.ones_like(contexts),
+        max_new_tokens=count,
+        min_new_tokens=count,
+        pad_token_id=0,
+        **(law if temperature else greedy),
+    )
+
+
 @dataclass(frozen=True)
 class Agreement:
     """What a draft's drafts are worth to a target. Rates within [0, 1]."""
@@ -94,19 +124,27 @@ def perplexity(model: Any, windows: torch.Tensor) -> float:
 
 @torch.inference_mode()
 def agreement(
-    target: Any, draft: Any, windows: torch.Tensor, vocab_size: int, temperature: float, seed: int = 0
+    target: Any,
+    draft: Any,
+    windows: torch.Tensor,
+    vocab_size: int,
+    temperature: float,
+    skip: int = 0,
+    seed: int = 0,
 ) -> Agreement:
-    """Measure a draft on the text.
+    """Measure a draft on texts [n, T], from position `skip` on.
 
     `vocab_size`: ids from here on are padding. `temperature` 0: argmax drafts, accepted if they are
     the target's argmax; else both laws at that temperature and the usual rejection sampling.
     """
     torch.manual_seed(seed)
-    parts = [_on_windows(target, draft, part, vocab_size, temperature) for part in windows.split(_WINDOWS_AT_A_TIME)]
+    parts = [
+        _on_windows(target, draft, part, vocab_size, temperature, skip) for part in windows.split(_WINDOWS_AT_A_TIME)
+    ]
     weights = np.array([part["count"] for part in parts], dtype=float)
     refused = np.array([part["refused"] for part in parts])  # [parts], positions' worth of refusals
-    starts = [int(at) for at in np.linspace(_CONTEXT, WINDOW - 1, _CHAINS_PER_WINDOW)]
-    chains = torch.cat([windows[:, at - _CONTEXT : at] for at in starts])
+    starts = np.linspace(max(CONTEXT, skip), windows.shape[1] - 1, _CHAINS_PER_WINDOW).astype(int)
+    chains = torch.cat([windows[:, at - CONTEXT : at] for at in starts])
     return Agreement(
         acceptance=float(np.average([part["acceptance"] for part in parts], weights=weights)),
         by_position=_chain_acceptance(target, draft, chains, vocab_size, temperature),
@@ -123,9 +161,11 @@ def _laws(model: Any, tokens: torch.Tensor, vocab_size: int, temperature: float)
     return (logits / temperature).softmax(-1)
 
 
-def _on_windows(target: Any, draft: Any, windows: torch.Tensor, vocab_size: int, temperature: float) -> dict[str, Any]:
-    p = _laws(target, windows, vocab_size, temperature).flatten(0, 1)  # [T, V]
-    logits = draft(windows.to(draft.device)).logits[..., :vocab_size].float().flatten(0, 1)
+def _on_windows(
+    target: Any, draft: Any, windows: torch.Tensor, vocab_size: int, temperature: float, skip: int = 0
+) -> dict[str, Any]:
+    p = _laws(target, windows, vocab_size, temperature)[:, skip:].flatten(0, 1)  # [T, V]
+    logits = draft(windows.to(draft.device)).logits[:, skip:, :vocab_size].float().flatten(0, 1)
     best = logits.topk(min(MOST_BRANCHES + 1, vocab_size), dim=-1).indices  # [T, F + 1]
     if temperature == 0.0:
         q = F.one_hot(best[:, 0], vocab_size).float()
@@ -164,17 +204,7 @@ def _chain_acceptance(
     target: Any, draft: Any, contexts: torch.Tensor, vocab_size: int, temperature: float
 ) -> list[float]:
     """Let the draft go on from contexts [n, C] by MOST_DRAFTS tokens; how often is the i-th accepted?"""
-    contexts = contexts.to(draft.device)
-    sampling = {"do_sample": False} if temperature == 0.0 else {"do_sample": True, "temperature": temperature}
-    tokens = draft.generate(
-        contexts,
-        attention_mask=torch.ones_like(contexts),
-        max_new_tokens=MOST_DRAFTS,
-        min_new_tokens=MOST_DRAFTS,
-        pad_token_id=0,
-        **({"top_k": 0, "top_p": 1.0} if temperature else {"temperature": None, "top_p": None, "top_k": None}),
-        **sampling,
-    )
+    tokens = _go_on(draft, contexts, MOST_DRAFTS, temperature)
     chances = []
     for part in tokens.split(16):
         drafted = part[:, contexts.shape[1] :].clamp(max=vocab_size - 1)[..., None]  # [n, K, 1]
