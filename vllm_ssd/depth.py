@@ -19,7 +19,8 @@ class DepthControl:
     def __init__(self, most: int) -> None:
         """`most`: K, the option num_speculative_tokens."""
         self._most = most
-        self._acceptance = Acceptance(most)
+        self._acceptance = {False: Acceptance(most), True: Acceptance(most)}  # greedy rows, sampled rows
+        self._sampled_share = 0.0  # of the rows in the batch
         self._verify_time = LinearTime()  # by tokens in the batch
         self._round = 0
         self.depth = most
@@ -29,13 +30,15 @@ class DepthControl:
         """A decoding step over `num_tokens` tokens took `seconds`."""
         self._verify_time.observe(num_tokens, seconds)
 
-    def observe_outcome(self, num_drafts: int, num_accepted: int) -> None:
+    def observe_outcome(self, num_drafts: int, num_accepted: int, samples: bool = False) -> None:
         """Of `num_drafts` drafts of a row, the first `num_accepted` were accepted."""
-        self._acceptance.observe(num_drafts, num_accepted)
+        self._acceptance[samples].observe(num_drafts, num_accepted)
 
     def expected_tokens(self, num_drafts: int) -> float:
-        """E of a row with so many drafts."""
-        return self._acceptance.expected_tokens(num_drafts)
+        """E of a row with so many drafts, in the latest batch's mixture of greedy and sampled rows."""
+        share = self._sampled_share
+        expected = share and share * self._acceptance[True].expected_tokens(num_drafts)
+        return expected + (share < 1.0 and (1.0 - share) * self._acceptance[False].expected_tokens(num_drafts))
 
     def verify_seconds(self, rows: int, depth: int) -> float:
         """T of a batch of `rows` rows with `depth` drafts each; 0 while unknown."""
@@ -45,9 +48,10 @@ class DepthControl:
         """T of a batch of `num_tokens` tokens; 0 while unknown."""
         return self._verify_time.seconds(num_tokens)
 
-    def choose(self, rows: int) -> int:
-        """The depth for a batch of `rows` rows."""
+    def choose(self, rows: int, sampled: int = 0) -> int:
+        """The depth for a batch of `rows` rows, `sampled` of which sample."""
         self._round += 1
+        self._sampled_share = sampled / rows if rows else 0.0
         self.depth = self._best(rows)
         if self.depth == 0 and self._round % _PROBE_EVERY >= _PROBE_EVERY - _PROBE_ROUNDS:
             self.depth = 1

@@ -107,6 +107,20 @@ class Growth(msgspec.Struct, array_like=True, frozen=True, tag=13):
     law: Law | None  # None: argmax tokens, their q is one-hot
 
 
+class Report(msgspec.Struct, frozen=True):
+    """What the draft has measured and decided, now and then: for whoever asks why."""
+
+    outcomes: dict[str, list[list[float]]]  # "greedy", "sampled" -> P(position, rank of t*), [K + 1][ranks]
+    acceptance: float  # of trunk drafts, all rows
+    sharpness: dict[str, float]  # "greedy", "sampled" -> how far the draft's probabilities are taken at their word
+    fan_out: list[int]  # branches by position, of the latest tree
+    branches: int  # of the latest trees, each
+    depth: int  # drafts of each branch
+    share: float  # part of an expected verify that a tree may take
+    step_seconds: list[float]  # expected for a step over 1, 8 and 32 tokens
+    saguaro_c: float  # C that looks best
+
+
 class Push(msgspec.Struct, array_like=True, frozen=True, tag=14):
     """What one step of the draft built, for all sequences, and what the draft has spent."""
 
@@ -118,6 +132,7 @@ class Push(msgspec.Struct, array_like=True, frozen=True, tag=14):
     kv_usage: float  # share of KV slots in use, 0 to 1
     tree_seconds: list[float] = []  # of each tree step since the last push
     cancelled: int = 0  # branches given up since the last push before all their drafts were built
+    report: Report | None = None
 
 
 class Idle(msgspec.Struct, array_like=True, frozen=True, tag=15):

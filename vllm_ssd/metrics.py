@@ -62,6 +62,18 @@ class Totals:
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     emitted_tokens: int = 0
+    verified_drafts_tree: int = 0
+    """Drafts verified, and below accepted, by source: a whole branch of the tree, ..."""
+    accepted_drafts_tree: int = 0
+    verified_drafts_part: int = 0
+    """... the built part of a branch, ..."""
+    accepted_drafts_part: int = 0
+    verified_drafts_draft: int = 0
+    """... drafts that the row waited for (JIT), ..."""
+    accepted_drafts_draft: int = 0
+    verified_drafts_ngram: int = 0
+    """... n-grams."""
+    accepted_drafts_ngram: int = 0
     branches: int = 0
     """Branches that the draft began."""
     branches_cancelled: int = 0
@@ -98,6 +110,14 @@ class Totals:
         for seconds in step_seconds:
             self.tree_steps.observe(seconds)
         self.branches_cancelled += cancelled
+
+    def observe_verified(self, source: str, num_drafts: int, num_accepted: int) -> None:
+        """A verification looked at `num_drafts` drafts of this source, and accepted the first `num_accepted`."""
+        if num_drafts:
+            name = f"verified_drafts_{source}"
+            setattr(self, name, getattr(self, name) + num_drafts)
+            name = f"accepted_drafts_{source}"
+            setattr(self, name, getattr(self, name) + num_accepted)
 
     def observe_lookup(self, num_accepted: int, hit: bool) -> None:
         """A row looked for drafts after a verification that accepted so many."""

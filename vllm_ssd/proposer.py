@@ -15,7 +15,7 @@ from vllm_ssd.config import SaguaroConfig
 from vllm_ssd.depth import DepthControl
 from vllm_ssd.draft.link import DraftLink, State
 from vllm_ssd.fallback import FallbackRule
-from vllm_ssd.messages import Branches, Outcome, Push, Round, Start, pack_tokens, unpack_law
+from vllm_ssd.messages import Branches, Outcome, Push, Report, Round, Start, pack_tokens, unpack_law
 from vllm_ssd.metrics import Totals
 from vllm_ssd.tree import SpeculationTree, TokenLaw
 
@@ -63,7 +63,7 @@ class _Request:
     sampling: DraftSampling
     tree: SpeculationTree
     known_to: int  # incarnation of the draft that has its tokens; 0: none
-    has_ngrams: bool = False  # it missed last time and did not wait
+    source: str = "tree"  # of the drafts in flight: "tree", "part" (of a branch), "draft" (waited for), "ngram"
     declined: bool = False  # the drafts it waits for will not come
     times_lost: int = 0  # the draft could not go on with it
 
@@ -88,6 +88,8 @@ class Proposer:
         self._depth = DepthControl(config.num_speculative_tokens)
         self._fallback = FallbackRule(config, self._depth)
         self.totals = Totals()
+        self.report: Report | None = None
+        """What the draft said last of its measurements and decisions."""
 
     # ---- requests come and go ----
 
@@ -125,13 +127,13 @@ class Proposer:
         """Drafts for the rows that just emitted tokens, in their order."""
         began = time.perf_counter()
         self._receive()
-        depth = self._depth.choose(len(rows))
+        depth = self._depth.choose(len(rows), sum(self._samples(row) for row in rows))
         limits = [min(row.limit, depth) for row in rows]
         proposals = [self._walk(row, limit) for row, limit in zip(rows, limits)]
         self.totals.late_rounds += any(proposal.late for proposal in proposals)
         missed = [i for i, proposal in enumerate(proposals) if not proposal.token_ids and limits[i] > 0]
         waiting = self._fall_back(rows, proposals, missed, limits, ngrams)
-        self._send(self._outcomes(rows, proposals, missed, waiting))
+        self._send(self._outcomes(rows, proposals, missed, limits, waiting))
         selected = time.perf_counter()
         self.totals.select_seconds += selected - began
         if waiting:
@@ -140,15 +142,21 @@ class Proposer:
         self._count(rows, proposals, missed, limits)
         return proposals
 
+    def _samples(self, row: Row) -> bool:
+        request = self._requests.get(row.req_id)
+        return request is not None and request.sampling.temperature > 0
+
     def _walk(self, row: Row, limit: int) -> Proposal:
         """Go down the tree by what was emitted; what lies below is the next draft."""
         request = self._requests.get(row.req_id)
         if request is None:
             return Proposal()
-        if request.has_ngrams:
+        accepted = len(row.emitted) - 1
+        self.totals.observe_verified(request.source, row.num_verified, accepted)
+        if request.source == "ngram":
             self._fallback.observe_ngrams(len(row.emitted))
         else:
-            self._depth.observe_outcome(row.num_verified, len(row.emitted) - 1)
+            self._depth.observe_outcome(row.num_verified, accepted, request.sampling.temperature > 0)
         if request.tree.length + len(row.emitted) != row.length:
             # Steps went by that we did not see: begin anew from the token history.
             request.tree = SpeculationTree(row.length)
@@ -191,14 +199,22 @@ class Proposer:
         return up and request is not None and request.known_to == self._draft.incarnation
 
     def _outcomes(
-        self, rows: Sequence[Row], proposals: list[Proposal], missed: list[int], waiting: dict[int, int]
+        self,
+        rows: Sequence[Row],
+        proposals: list[Proposal],
+        missed: list[int],
+        limits: list[int],
+        waiting: dict[int, int],
     ) -> list[Outcome]:
         outcomes = []
         for i, (row, proposal) in enumerate(zip(rows, proposals)):
             request = self._requests.get(row.req_id)
             if request is None:
                 continue
-            request.has_ngrams = i in missed and i not in waiting
+            if i in missed:
+                request.source = "draft" if i in waiting else "ngram"
+            else:
+                request.source = "part" if len(proposal.token_ids) < limits[i] else "tree"
             request.declined = False
             if self._knows(row):
                 outcomes.append(Outcome(request.seq_id, row.length, row.emitted, proposal.token_ids, waiting.get(i, 0)))
@@ -230,6 +246,8 @@ class Proposer:
     def _take(self, push: Push) -> None:
         self.totals.observe_draft(push.busy_seconds, push.kv_usage)
         self.totals.observe_tree(push.tree_seconds, push.cancelled)
+        if push.report is not None:
+            self.report = push.report
         for item in push.items:
             request = self._by_seq_id.get(item.seq_id)
             if request is None:

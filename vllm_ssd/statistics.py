@@ -111,3 +111,28 @@ class Acceptance:
             chance *= self._accepted[i] / self._weight[i]
             expected += chance
         return expected
+
+
+class OutcomeCounts:
+    """Where verifications stop, and which of the draft's candidates they emit there."""
+
+    RANKS = 32
+    """Ranks that are told apart; the last cell of a position counts all that are worse."""
+
+    def __init__(self, num_drafts: int) -> None:
+        """`num_drafts`: K; a verification stops at position 0..K."""
+        self._cells = [[0.0] * (self.RANKS + 1) for _ in range(num_drafts + 1)]
+        self._unit = 1.0  # weight of an observation; growing it forgets the past
+
+    def observe(self, position: int, rank: int | None) -> None:
+        """The token emitted at `position` had this rank among the candidates there (None: it was none)."""
+        self._unit /= _FORGET_ROW
+        self._cells[position][self.RANKS if rank is None else min(rank, self.RANKS)] += self._unit
+        if self._unit > 1e100:
+            self._cells = [[count / self._unit for count in counts] for counts in self._cells]
+            self._unit = 1.0
+
+    def shares(self) -> list[list[float]]:
+        """P(position, rank), [K + 1][RANKS + 1], in sum 1 (0 while nothing was observed)."""
+        total = sum(map(sum, self._cells)) or 1.0
+        return [[count / total for count in counts] for counts in self._cells]

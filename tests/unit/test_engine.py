@@ -185,6 +185,29 @@ def test_an_overdue_verify_brings_more_branches() -> None:
     assert target.branches(0)[0].prefix[: len(bet.prefix)] == bet.prefix
 
 
+def test_the_draft_reports_what_it_measures() -> None:
+    """Nobody can see why it builds what it builds."""
+    target, _ = make(tree_budget=12)
+    target.tell([target.start(0, PROMPT), target.start(1, PROMPT[::-1], temperature=0.9)])
+    generator = random.Random(3)
+    for _ in range(30):
+        assert target.run()
+        play_round(target, generator, K, VOCABULARY, wait=False)
+    before = [push.report for push in target.pushes if push.report]
+    assert len(before) < 4, "it reports all the time"
+    target.engine._report_at = 0.0  # a second has gone by
+    assert target.run()
+    last = [push.report for push in target.pushes if push.report][-1]
+    assert last not in before
+    assert before[0].branches == last.branches == 12
+    assert before[0].fan_out == [12]
+    assert 0 < sum(last.fan_out) <= 12
+    assert len(last.outcomes["greedy"]) == K + 1
+    assert last.sharpness["greedy"] != 1.0
+    assert last.step_seconds[0] > 0
+    assert sum(map(sum, last.outcomes["greedy"])) == pytest.approx(1.0)
+
+
 def test_a_fixed_number_of_branches_stays_what_it_is() -> None:
     """An experiment's width depends on the load of the machine."""
     target, _ = make(tree_budget=7)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from vllm_ssd.config import SaguaroConfig
 from vllm_ssd.depth import DepthControl
 from vllm_ssd.fallback import FallbackRule
-from vllm_ssd.statistics import Acceptance, LinearTime
+from vllm_ssd.statistics import Acceptance, LinearTime, OutcomeCounts
 
 K = 4
 seconds = st.floats(1e-6, 10.0)
@@ -259,3 +259,49 @@ def test_patience_follows_the_measured_wait() -> None:
     fallback = rule()
     assert fallback.patience(K) > 0
     assert waited(fallback, 0.01).patience(K) == pytest.approx(4 * 0.01 * K, rel=0.05)
+
+
+# ---- where verifications stop ----
+
+
+def test_outcome_counts_are_shares_that_forget() -> None:
+    """A cell counts another's outcomes, or what was long ago counts as much as what is now."""
+    counts = OutcomeCounts(3)
+    assert sum(map(sum, counts.shares())) == 0
+    for _ in range(3000):
+        counts.observe(1, 0)
+    for _ in range(300):
+        counts.observe(3, 40)
+        counts.observe(0, None)
+        counts.observe(2, 5)
+        counts.observe(2, 5)
+    shares = counts.shares()
+    assert sum(map(sum, shares)) == pytest.approx(1.0)
+    assert shares[3][OutcomeCounts.RANKS] == pytest.approx(shares[0][OutcomeCounts.RANKS], rel=0.03)
+    assert shares[2][5] == pytest.approx(2 * shares[3][OutcomeCounts.RANKS], rel=0.03)
+    assert shares[1][0] < 0.01
+
+
+def test_outcome_counts_never_overflow() -> None:
+    """After a day of serving the weights are infinite."""
+    counts = OutcomeCounts(1)
+    for i in range(200_000):
+        counts.observe(i % 2, 0)
+    assert counts.shares()[0][0] == pytest.approx(0.5, abs=0.01)
+
+
+def test_depth_follows_the_rows_in_the_batch() -> None:
+    """Sampled rows that accept little take as many drafts as greedy ones, or the other way round."""
+    control = DepthControl(K)
+    for tokens in (4, 8, 16, 24) * 10:
+        control.observe_verify(tokens, 0.01 + 0.004 * tokens)
+    for _ in range(600):
+        control.observe_outcome(K, K)
+        control.observe_outcome(K, 0, samples=True)
+    assert max(control.choose(4) for _ in range(20)) == K
+    greedy_tokens = control.expected_tokens(K)
+    sampled = [control.choose(4, sampled=4) for _ in range(20)]
+    assert statistics.mode(sampled) == 0
+    assert control.expected_tokens(K) < 1.2 < greedy_tokens
+    control.choose(4, sampled=2)
+    assert 1.2 < control.expected_tokens(K) < greedy_tokens

@@ -6,6 +6,7 @@ steps a new round may come in and make some of the work worthless. Knows nothing
 processes or sockets.
 """
 
+import logging
 import math
 import time
 from collections.abc import Generator
@@ -21,7 +22,7 @@ from vllm_ssd.draft.forecast import Forecast
 from vllm_ssd.draft.kv_cache import SlotPool
 from vllm_ssd.draft.pace import Pace
 from vllm_ssd.draft.sequence import Candidates, Sequence
-from vllm_ssd.messages import Branches, Growth, Law, Outcome, Push, Round, Start, unpack_tokens
+from vllm_ssd.messages import Branches, Growth, Law, Outcome, Push, Report, Round, Start, unpack_tokens
 from vllm_ssd.sampling import top_tokens
 from vllm_ssd.statistics import LinearTime
 
@@ -30,12 +31,16 @@ _PREFILL_CHUNK = (16, 512)  # tokens, least and most in one forward
 _PREFILL_SECONDS = 0.25  # a forward must not be longer, or outcomes wait for it
 _BUSY_PREFILL_SECONDS = 0.005  # the same while trees are to be built
 _RECENT_ROUNDS = 1  # a step may bring two rounds: new prompts, then outcomes
+_REPORT_SECONDS = 1.0
 _MOST_BRANCHES = 4  # times the planned ones, while a verify is overdue
 
 Top = tuple[np.ndarray, np.ndarray]
 """Logits (float32) and token ids (int64) of the most probable tokens, each [num_rows, m]."""
 Forwards = Generator[tuple[list[Group], np.ndarray | None], Top, bool | None]
 """Asks for forwards of groups, with the rows whose logits are wanted (None: all)."""
+
+
+logger = logging.getLogger("vllm_ssd.draft")
 
 
 class DraftEngine:
@@ -64,6 +69,9 @@ class DraftEngine:
         self._declined: list[int] = []
         self._tree_seconds: list[float] = []
         self._cancelled = 0
+        self._report_at = 0.0
+        self._latest_size = (0, 0)  # branches and depth of the latest trees
+        self._latest_fan_out: list[int] = []
         self.busy_seconds = 0.0
         self.prefill_seconds = _PREFILL_SECONDS  # the longest prefill while no tree is to be built
 
@@ -217,10 +225,30 @@ class DraftEngine:
             self._pool.usage,
             self._tree_seconds,
             self._cancelled,
+            self._report_when_due(),
         )
         self._items, self._lost, self._declined = [], [], []
         self._tree_seconds, self._cancelled = [], 0
         return push
+
+    def _report_when_due(self) -> Report | None:
+        """What was measured and decided, once a second."""
+        now = time.monotonic()
+        if now < self._report_at or not self._latest_size[0]:
+            return None
+        self._report_at = now + _REPORT_SECONDS
+        report = Report(
+            self._forecast.outcome_shares(),
+            self._forecast.acceptance,
+            self._forecast.sharpness(),
+            self._latest_fan_out,
+            *self._latest_size,
+            self._pace.share,
+            [self._pace.step_seconds(n) for n in (1, 8, 32)],
+            self._bandit.best,
+        )
+        logger.debug("fan-out %s, %d branches x %d drafts", report.fan_out, report.branches, report.depth)
+        return report
 
     def _work(self):
         """Sort the sequences by what they need: (glue, JIT, tree steps, prefill, fork)."""
@@ -323,6 +351,7 @@ class DraftEngine:
         """Hang a wave of branches: at row j the top candidates without the trunk's own next token."""
         self._forecast.learn()
         width, depth = self._pace.size(len(sequences), max(self._depth, 1))
+        self._latest_size = (width, depth)
         for sequence in sequences:
             sequence.fork_due = False
             built = {(branch.offset, branch.tokens[0]) for branch in sequence.branches}
@@ -331,6 +360,7 @@ class DraftEngine:
             # One step more than is handed out: it computes the KV and the candidates of the last
             # draft, so that a hit needs no glue. If there is no time for it, nothing is late.
             sequence.hang(outcomes, steps=depth + 1)
+            self._latest_fan_out = np.bincount([o for o, _ in outcomes], minlength=len(sequence.trunk) + 1).tolist()
             if outcomes:
                 offsets, token_ids = map(list, zip(*outcomes))
                 self._items.append(self._branches(sequence, offsets, token_ids))

@@ -11,10 +11,11 @@ import numpy as np
 from vllm_ssd.config import SaguaroConfig
 from vllm_ssd.draft.sequence import Candidates, Sequence
 from vllm_ssd.fanout import FanOut, Sharpness, most_probable_outcomes
-from vllm_ssd.statistics import Acceptance
+from vllm_ssd.statistics import Acceptance, OutcomeCounts
 
 _MAX_FAN_OUT = 32  # alternatives considered at one position
 _MOST_LESSONS = 64
+_CLASSES = (("greedy", False), ("sampled", True))
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class _Lesson:
     """An outcome, and what was known before it."""
 
     samples: bool
-    num_drafts: int
+    trunk: list[int]
     candidates: list[Candidates]  # after the committed tokens, and after each draft
     logits: list[np.ndarray]  # of the same, at the request's temperature
     emitted: list[int]
@@ -39,26 +40,52 @@ class Forecast:
         self._num_drafts = config.num_speculative_tokens
         self._acceptance = Acceptance(config.num_speculative_tokens)
         self._lessons: list[_Lesson] = []
-        self._sharpness = {False: Sharpness(), True: Sharpness()}  # greedy rows, sampled rows
+        self._counts = {samples: OutcomeCounts(config.num_speculative_tokens) for _, samples in _CLASSES}
+        self._sharpness = {samples: Sharpness() for _, samples in _CLASSES}
 
     def remember(self, sequence: Sequence, emitted: list[int]) -> None:
         """The verification of `sequence`'s trunk emitted these tokens; called before the sequence takes them in."""
         logits = [self._scaled(sequence, candidates) for candidates in sequence.candidates]
-        self._lessons.append(_Lesson(sequence.samples, len(sequence.trunk), list(sequence.candidates), logits, emitted))
+        self._lessons.append(_Lesson(sequence.samples, sequence.trunk, list(sequence.candidates), logits, emitted))
         if len(self._lessons) > _MOST_LESSONS:
             self.learn()
 
     def learn(self) -> None:
         """Draw the lessons of what was remembered: later, so that no target waits for it."""
         for lesson in self._lessons:
-            if lesson.num_drafts:
-                self._acceptance.observe(lesson.num_drafts, len(lesson.emitted) - 1)
+            if lesson.trunk:
+                self._acceptance.observe(len(lesson.trunk), len(lesson.emitted) - 1)
             sharpness = self._sharpness[lesson.samples]
             for candidates, logits, token_id in zip(lesson.candidates, lesson.logits, lesson.emitted):
                 (found,) = np.nonzero(candidates.token_ids[: self.num_candidates] == token_id)
                 if len(found):
                     sharpness.observe(logits, int(found[0]))
+            self._count(lesson)
         self._lessons.clear()
+
+    def _count(self, lesson: _Lesson) -> None:
+        """Where the verification of a full trunk stopped, and the rank of its token there."""
+        position = len(lesson.emitted) - 1
+        if len(lesson.trunk) != self._num_drafts or position >= len(lesson.candidates):
+            return
+        ids = lesson.candidates[position].token_ids[: self.num_candidates].tolist()
+        if position < len(lesson.trunk) and lesson.trunk[position] in ids:
+            ids.remove(lesson.trunk[position])
+        token_id = lesson.emitted[-1]
+        self._counts[lesson.samples].observe(position, ids.index(token_id) if token_id in ids else None)
+
+    @property
+    def acceptance(self) -> float:
+        """a: the share of trunk drafts accepted, given that those before were."""
+        return self._acceptance.rate
+
+    def outcome_shares(self) -> dict[str, list[list[float]]]:
+        """P(position, rank of t*) of full trunks, for greedy and for sampled rows."""
+        return {name: self._counts[samples].shares() for name, samples in _CLASSES}
+
+    def sharpness(self) -> dict[str, float]:
+        """How far the draft's probabilities are taken at their word, for greedy and for sampled rows."""
+        return {name: self._sharpness[samples].value for name, samples in _CLASSES}
 
     def outcomes(self, sequence: Sequence, budget: int) -> list[tuple[int, int]]:
         """At most `budget` bets: (drafts accepted, token that follows)."""

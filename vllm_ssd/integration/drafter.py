@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from vllm.distributed.parallel_state import get_tp_group
@@ -80,6 +81,11 @@ class SaguaroDrafter:
     def totals(self) -> Totals:
         """The proposer's, on the rank with the draft."""
         return self._proposer.totals
+
+    def report(self) -> dict[str, Any] | None:
+        """The draft's latest report; None if there is none."""
+        report = self._proposer and self._proposer.report
+        return None if report is None else msgspec.to_builtins(report)
 
     # ---- a step ----
 

@@ -17,6 +17,10 @@ class _SaguaroWorker:
         """Totals, on the rank that talks to the draft; for `vllm_ssd.get_stats`."""
         return self.model_runner.drafter.stats()
 
+    def get_saguaro_report(self) -> dict[str, Any] | None:
+        """What the draft measured and decided, on the same rank; for `vllm_ssd.get_report`."""
+        return self.model_runner.drafter.report()
+
     def shutdown(self) -> None:
         """End the draft with the engine."""
         if (runner := getattr(self, "model_runner", None)) is not None:
