@@ -194,6 +194,13 @@ def test_options_are_checked_as_at_any_start(server: Server, address: str) -> No
         draft.wait_until_ready(PATIENCE)
 
 
+def test_options_may_be_left_to_the_draft(server: Server, address: str) -> None:
+    """Options that are not numbers cannot be said to a shared draft."""
+    draft = connected(address, tree_budget="auto", saguaro_c="auto", fan_out=[1, 2, 3, 4])
+    assert tree(draft, 0, [1, 2, 3])
+    draft.close()
+
+
 def test_no_more_targets_than_allowed(server: Server, address: str) -> None:
     """Targets beyond the limit are admitted, or a place is not free again after one went."""
     drafts = [connected(address) for _ in range(3)]

@@ -216,7 +216,7 @@ def _exporter(vllm_config: Any) -> Exporter | None:
         return Exporter(
             directory,
             model_name=str(vllm_config.model_config.served_model_name),
-            engine=vllm_config.parallel_config.data_parallel_rank,
+            engine=vllm_config.parallel_config.data_parallel_index,
             num_positions=vllm_config.speculative_config.num_speculative_tokens + 1,
         )
     except OSError as error:  # the API server is on another machine, say
