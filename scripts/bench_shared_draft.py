@@ -66,6 +66,7 @@ def measure(args: argparse.Namespace, address: str) -> dict[str, list[list[dict]
     with args.prompts.open() as file:
         prompts = [json.loads(line)["prompt"] for line in file][: args.limit]
     engines = {way: [EngineProcess(args, way, address, prompts[i::2]) for i in (0, 1)] for way in args.ways}
+    print("the engines are loaded", file=sys.stderr, flush=True)
     found: dict[str, list[list[dict]]] = {way: [[], []] for way in args.ways}
     for repeat in range(-1, args.repeats):  # the first warms up
         for way in args.ways if repeat % 2 else args.ways[::-1]:

@@ -65,7 +65,7 @@ class Hello(msgspec.Struct, array_like=True, frozen=True, tag=4):
     num_speculative_tokens: int
     tree_budget: int | str
     fan_out: str | list[int]
-    saguaro_c: float
+    saguaro_c: float | str
     draft_top_m: int
 
 

@@ -75,20 +75,20 @@ def connected(address: str, **options) -> RemoteDraft:
 def tree(draft: RemoteDraft, seq_id: int, tokens: list[int]) -> list[list[int]]:
     """Have a tree built for a prompt: the chains of drafts."""
     draft.send(Round(1, [Start(seq_id, pack_tokens(tokens), [], 0.0, 0, 1.0)], [], [], 3, 0.0))
-    chains: list[list[int]] = []
+    waves: list[list[list[int]]] = []  # more branches come while the target does not go on
 
     def grown() -> bool:
         for push in draft.receive(0.05):
-            for item in push.items:
-                if isinstance(item, Growth):
-                    for chain, token_id in zip(chains, item.token_ids, strict=True):
+            for item in (item for item in push.items if item.seq_id == seq_id):
+                if not isinstance(item, Growth):
+                    waves.append([[token_id] for token_id in item.token_ids])
+                elif waves:
+                    for chain, token_id in zip(waves[-1], item.token_ids):
                         chain.append(token_id)
-                else:
-                    chains[:] = [[token_id] for token_id in item.token_ids]
-        return bool(chains) and len(chains[0]) >= 4
+        return bool(waves) and len(waves[0][0]) >= 4
 
     wait_for(grown)
-    return chains
+    return waves[0]
 
 
 def is_up(draft: RemoteDraft) -> bool:
@@ -192,6 +192,13 @@ def test_options_are_checked_as_at_any_start(server: Server, address: str) -> No
     draft.start()
     with pytest.raises(RuntimeError, match="num_speculative_tokens.*from 1 to 32"):
         draft.wait_until_ready(PATIENCE)
+
+
+def test_options_may_be_left_to_the_draft(server: Server, address: str) -> None:
+    """Options that are not numbers cannot be said to a shared draft."""
+    draft = connected(address, tree_budget="auto", saguaro_c="auto", fan_out=[1, 2, 3, 4])
+    assert tree(draft, 0, [1, 2, 3])
+    draft.close()
 
 
 def test_no_more_targets_than_allowed(server: Server, address: str) -> None:
