@@ -195,7 +195,7 @@ def test_the_draft_reports_what_it_measures() -> None:
         play_round(target, generator, K, VOCABULARY, wait=False)
     before = [push.report for push in target.pushes if push.report]
     assert len(before) < 4, "it reports all the time"
-    target.engine._report_at = 0.0  # a second has gone by
+    target.engine._outbox._report_at = 0.0  # a second has gone by
     assert target.run()
     last = [push.report for push in target.pushes if push.report][-1]
     assert last not in before

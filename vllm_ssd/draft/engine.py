@@ -6,7 +6,6 @@ steps a new round may come in and make some of the work worthless. Knows nothing
 processes or sockets.
 """
 
-import logging
 import math
 import time
 from collections.abc import Generator
@@ -20,9 +19,11 @@ from vllm_ssd.draft.batch import FlatBatch, Group, causal_group, flatten
 from vllm_ssd.draft.drawing import Drawer
 from vllm_ssd.draft.forecast import Forecast
 from vllm_ssd.draft.kv_cache import SlotPool
+from vllm_ssd.draft.outbox import Outbox
 from vllm_ssd.draft.pace import Pace
 from vllm_ssd.draft.sequence import Candidates, Sequence
-from vllm_ssd.messages import Branches, Growth, Law, Outcome, Push, Report, Round, Start, unpack_tokens
+from vllm_ssd.draft.sequences import Sequences
+from vllm_ssd.messages import Law, Outcome, Push, Report, Round, Start, unpack_tokens
 from vllm_ssd.sampling import top_tokens
 from vllm_ssd.statistics import LinearTime
 
@@ -30,17 +31,12 @@ _GLUE_LIMIT = 64  # more pending tokens than this are a prefill
 _PREFILL_CHUNK = (16, 512)  # tokens, least and most in one forward
 _PREFILL_SECONDS = 0.25  # a forward must not be longer, or outcomes wait for it
 _BUSY_PREFILL_SECONDS = 0.005  # the same while trees are to be built
-_RECENT_ROUNDS = 1  # a step may bring two rounds: new prompts, then outcomes
-_REPORT_SECONDS = 1.0
 _MOST_BRANCHES = 4  # times the planned ones, while a verify is overdue
 
 Top = tuple[np.ndarray, np.ndarray]
 """Logits (float32) and token ids (int64) of the most probable tokens, each [num_rows, m]."""
 Forwards = Generator[tuple[list[Group], np.ndarray | None], Top, bool | None]
 """Asks for forwards of groups, with the rows whose logits are wanted (None: all)."""
-
-
-logger = logging.getLogger("vllm_ssd.draft")
 
 
 class DraftEngine:
@@ -55,21 +51,15 @@ class DraftEngine:
         self._model = model
         self._config = config
         self._pool = pool or SlotPool(num_slots)
-        self._sequences: dict[int, Sequence] = {}
+        self._sequences = Sequences(self._pool)
+        self._outbox = Outbox(self._report)
         self._forecast = Forecast(config)
         self._drawer = Drawer(config.draft_top_m, seed)
         self._bandit = SaguaroBandit(config.saguaro_c, seed)
         self._pace = Pace(config.tree_budget)
         self._prefill_time = LinearTime()  # by number of tokens
-        self._round_id = -1
         self._depth = config.num_speculative_tokens
         self._verify_seconds = 0.0
-        self._items: list[Branches | Growth] = []
-        self._lost: list[int] = []
-        self._declined: list[int] = []
-        self._tree_seconds: list[float] = []
-        self._cancelled = 0
-        self._report_at = 0.0
         self._latest_size = (0, 0)  # branches and depth of the latest trees
         self._latest_fan_out: list[int] = []
         self.busy_seconds = 0.0
@@ -82,29 +72,28 @@ class DraftEngine:
 
         `earliest`: when the message may have come, by `time.perf_counter()`; None: just now.
         """
-        self._round_id = message.round_id
+        self._sequences.round_id = message.round_id
         self._depth = message.depth
         now = time.perf_counter()
         came_at = now if earliest is None else min(max(message.sent_at, earliest), now)
         self._verify_seconds = message.verify_seconds
         self._pace.begin_round(message.verify_seconds, came_at, observe=bool(message.outcomes))
         for seq_id in message.finished:
-            if (sequence := self._sequences.pop(seq_id, None)) is not None:
-                self._cancelled += sequence.num_unfinished
-                sequence.drop_kv()
+            if (sequence := self._sequences.get(seq_id)) is not None:
+                self._outbox.add_cancelled(sequence.num_unfinished)
+                self._sequences.remove(seq_id)
         for start in message.starts:
             self._start(start)
         for outcome in message.outcomes:
             self._take(outcome)
 
     def _start(self, start: Start) -> None:
-        if (known := self._sequences.pop(start.seq_id, None)) is not None:
-            known.drop_kv()
+        self._sequences.remove(start.seq_id)
         tokens = unpack_tokens(start.token_ids).tolist()
         sequence = Sequence(start.seq_id, tokens, start.temperature, start.top_k, start.top_p, self._pool)
         sequence.trunk = list(start.drafts)
         sequence.saguaro_c = self._bandit.choose()
-        sequence.fork_due = self._depth > 0 and self._has_room(sequence)
+        sequence.fork_due = self._depth > 0 and self._sequences.has_room(sequence)
         self._touch(sequence)
 
     def _take(self, outcome: Outcome) -> None:
@@ -115,11 +104,11 @@ class DraftEngine:
         self._forecast.remember(sequence, outcome.emitted)
         if sequence.samples:
             self._choose_c(sequence, outcome)
-        self._cancelled += sequence.num_unfinished
+        self._outbox.add_cancelled(sequence.num_unfinished)
         sequence.advance(outcome.emitted, outcome.drafts)
         sequence.rest()
         sequence.wanted = outcome.wanted
-        if self._has_room(sequence):
+        if self._sequences.has_room(sequence):
             sequence.fork_due = self._depth > 0
         else:
             self._decline(sequence)
@@ -140,8 +129,7 @@ class DraftEngine:
             sequence.trunk_c = sequence.saguaro_c
 
     def _touch(self, sequence: Sequence) -> None:
-        sequence.last_round = self._round_id
-        self._sequences[sequence.seq_id] = sequence
+        self._sequences.touch(sequence)
         too_long = len(sequence.tokens) + 2 * self._config.num_speculative_tokens + 1 > self._model.max_length
         # The target's padded vocabulary may be larger than the draft's embedding.
         if too_long or max(sequence.pending, default=0) >= self._model.num_embeddings:
@@ -150,13 +138,12 @@ class DraftEngine:
     def _decline(self, sequence: Sequence) -> None:
         """The target need not wait: the JIT drafts of this row will not come in this round."""
         if sequence.wanted:
-            self._declined.append(sequence.seq_id)
+            self._outbox.decline(sequence.seq_id)
             sequence.wanted = 0
 
     def _lose(self, seq_id: int) -> None:
-        self._lost.append(seq_id)
-        if (sequence := self._sequences.pop(seq_id, None)) is not None:
-            sequence.drop_kv()
+        self._outbox.lose(seq_id)
+        self._sequences.remove(seq_id)
 
     @property
     def num_sequences(self) -> int:
@@ -165,7 +152,7 @@ class DraftEngine:
 
     def release(self, num_slots: int) -> None:
         """Give back at least so many KV slots; the sequences that lose theirs are read again when needed."""
-        for sequence in sorted(self._sequences.values(), key=lambda s: s.last_round):
+        for sequence in self._sequences.oldest_first():
             if num_slots <= 0:
                 return
             num_slots -= sequence.num_slots
@@ -174,7 +161,9 @@ class DraftEngine:
 
     def sequence(self, seq_id: int) -> Sequence:
         """What is known of a sequence. Raises `KeyError` if it is not known."""
-        return self._sequences[seq_id]
+        if (sequence := self._sequences.get(seq_id)) is None:
+            raise KeyError(seq_id)
+        return sequence
 
     # ---- what the draft does ----
 
@@ -218,30 +207,13 @@ class DraftEngine:
 
     def take_push(self) -> Push | None:
         """What was built since the last call, or None."""
-        if not self._items and not self._lost and not self._declined:
-            return None
-        push = Push(
-            self._round_id,
-            self._items,
-            self._lost,
-            self._declined,
-            self.busy_seconds,
-            self._pool.usage,
-            self._tree_seconds,
-            self._cancelled,
-            self._report_when_due(),
-        )
-        self._items, self._lost, self._declined = [], [], []
-        self._tree_seconds, self._cancelled = [], 0
-        return push
+        return self._outbox.take(self._sequences.round_id, self.busy_seconds, self._pool.usage)
 
-    def _report_when_due(self) -> Report | None:
-        """What was measured and decided, once a second."""
-        now = time.monotonic()
-        if now < self._report_at or not self._latest_size[0]:
+    def _report(self) -> Report | None:
+        """What was measured and decided; None before the first tree."""
+        if not self._latest_size[0]:
             return None
-        self._report_at = now + _REPORT_SECONDS
-        report = Report(
+        return Report(
             self._forecast.outcome_shares(),
             self._forecast.acceptance,
             self._forecast.sharpness(),
@@ -251,13 +223,11 @@ class DraftEngine:
             [self._pace.step_seconds(n) for n in (1, 8, 32)],
             self._bandit.best,
         )
-        logger.debug("fan-out %s, %d branches x %d drafts", report.fan_out, report.branches, report.depth)
-        return report
 
     def _work(self):
         """Sort the sequences by what they need: (glue, JIT, tree steps, prefill, fork)."""
         glue, waiting, growing, prefill, forks = [], [], [], [], []
-        for sequence in self._sequences.values():
+        for sequence in self._sequences:
             if not sequence.fork_due and not sequence.wanted and not sequence.steps_left:
                 continue
             pending = len(sequence.tokens) + len(sequence.trunk) - len(sequence.slots)
@@ -280,8 +250,8 @@ class DraftEngine:
         most = _MOST_BRANCHES * self._config.most_branches
         if not self._depth:
             return []
-        known = self._sequences.values()
-        return [s for s in known if 0 < len(s.branches) < most and not s.is_exhausted and self._is_recent(s)]
+        recent = filter(self._sequences.is_recent, self._sequences)
+        return [s for s in recent if 0 < len(s.branches) < most and not s.is_exhausted]
 
     def seconds_until_overdue(self) -> float:
         """How long to wait for an outcome before there is work again; infinite if there will be none."""
@@ -304,7 +274,7 @@ class DraftEngine:
         groups, fed = [], []
         for sequence in sequences:
             pending = sequence.pending[:limit]
-            slots = self._take_slots(len(pending), sequences)
+            slots = self._sequences.take_slots(len(pending), sequences)
             if slots is None:
                 self._decline(sequence)
                 sequence.drop_kv()
@@ -342,11 +312,11 @@ class DraftEngine:
                 sequence.rest()
                 continue
             if not sequence.trunk:
-                self._items.append(self._branches(sequence, [], []))
+                self._outbox.add_branches(sequence, self._sequences.round_id, [])
             [token_id], law = self._drawer.next_tokens(
                 [sequence], [sequence.candidates[-1]], [len(sequence.trunk)], self._forecast.fan_out()
             )
-            self._items.append(Growth(sequence.seq_id, [token_id], law.get(0)))
+            self._outbox.add_growth(sequence, [token_id], law.get(0))
             sequence.trunk.append(token_id)
             sequence.wanted -= 1
         self._pace.restart_clock()
@@ -366,15 +336,14 @@ class DraftEngine:
             sequence.hang(outcomes, steps=depth + 1)
             self._latest_fan_out = np.bincount([o for o, _ in outcomes], minlength=len(sequence.trunk) + 1).tolist()
             if outcomes:
-                offsets, token_ids = map(list, zip(*outcomes))
-                self._items.append(self._branches(sequence, offsets, token_ids))
+                self._outbox.add_branches(sequence, self._sequences.round_id, outcomes)
 
     def _tree_step(self, sequences: list[Sequence]) -> Forwards:
         """One token for each branch of all waves, in one flat batch."""
         began = time.perf_counter()
         groups, grown, tips = [], [], []
         for sequence, count in self._growing_branches(sequences):
-            slots = self._take_slots(count, sequences)
+            slots = self._sequences.take_slots(count, sequences)
             if slots is None:
                 sequence.rest()  # what is built stays; it just grows no deeper
                 continue
@@ -394,8 +363,9 @@ class DraftEngine:
             branch.candidates.append(after)
             branch.tokens.append(token_id)
         self._push_growth(grown, token_ids, laws)
-        self._tree_seconds.append(time.perf_counter() - began)
-        self._pace.observe_step(len(tips), self._tree_seconds[-1])
+        seconds = time.perf_counter() - began
+        self._outbox.add_tree_step(seconds)
+        self._pace.observe_step(len(tips), seconds)
 
     def _growing_branches(self, sequences: list[Sequence]) -> list[tuple[Sequence, int]]:
         """How many of each wave's branches grow now: all, in the optional last step those there is time for."""
@@ -415,37 +385,11 @@ class DraftEngine:
     def _push_growth(self, grown: list[tuple[Sequence, int]], token_ids: list[int], laws: dict[int, Law]) -> None:
         row = 0
         for index, (sequence, count) in enumerate(grown):
-            self._items.append(Growth(sequence.seq_id, token_ids[row : row + count], laws.get(index)))
+            self._outbox.add_growth(sequence, token_ids[row : row + count], laws.get(index))
             sequence.steps_left -= 1
             row += count
 
     # ---- parts of a step ----
-
-    def _branches(self, sequence: Sequence, offsets: list[int], token_ids: list[int]) -> Branches:
-        trunk = list(sequence.trunk)
-        return Branches(sequence.seq_id, self._round_id, len(sequence.tokens), trunk, offsets, token_ids)
-
-    def _take_slots(self, count: int, batch: list[Sequence]) -> np.ndarray | None:
-        """Slots for a sequence of `batch`; evicts sequences that no recent round had, oldest first."""
-        while (slots := self._pool.take(count)) is None:
-            idle = [s for s in self._idle() if s not in batch]
-            if not idle:
-                return None
-            min(idle, key=lambda s: s.last_round).drop_kv()
-        return slots
-
-    def _idle(self) -> list[Sequence]:
-        """Sequences with KV that may be evicted."""
-        return [s for s in self._sequences.values() if len(s.slots) and not self._is_recent(s)]
-
-    def _is_recent(self, sequence: Sequence) -> bool:
-        return sequence.last_round >= self._round_id - _RECENT_ROUNDS
-
-    def _has_room(self, sequence: Sequence) -> bool:
-        """Whether what the sequence lacks fits the KV cache; if not, it is not even begun."""
-        lacking = len(sequence.tokens) + len(sequence.trunk) - len(sequence.slots)
-        free = self._pool.num_free
-        return lacking <= free or lacking <= free + sum(s.num_slots for s in self._idle() if s is not sequence)
 
     @torch.inference_mode()
     def _forward(self, batch: FlatBatch) -> Top:
@@ -457,7 +401,7 @@ class DraftEngine:
     @property
     def width(self) -> int:
         """m: candidates that are wanted of a row."""
-        samples = any(sequence.samples for sequence in self._sequences.values())
+        samples = any(sequence.samples for sequence in self._sequences)
         return max(self._forecast.num_candidates, self._config.draft_top_m if samples else 1)
 
     @staticmethod
