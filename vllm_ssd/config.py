@@ -72,6 +72,9 @@ class SaguaroConfig:
     prompt_lookup_max: int = 5
     """Longest n-gram to look up, as for vLLM's `ngram` method."""
 
+    size_hint: bool = True
+    """Whether to say once, in one log line, that the draft is far from the advised size and it shows."""
+
     @property
     def most_branches(self) -> int:
         """Branches a request that a round plans for, at most."""
@@ -209,6 +212,11 @@ def _check_start_timeout(config: SaguaroConfig) -> None:
         _refuse("draft_start_timeout", value, "a number of seconds above 0")
 
 
+def _check_size_hint(config: SaguaroConfig) -> None:
+    if not isinstance(config.size_hint, bool):
+        _refuse("size_hint", config.size_hint, "true or false")
+
+
 def _check_prompt_lookup(config: SaguaroConfig) -> None:
     if config.prompt_lookup_min > config.prompt_lookup_max:
         _refuse("prompt_lookup_min", config.prompt_lookup_min, f"at most prompt_lookup_max={config.prompt_lookup_max}")
@@ -230,4 +238,5 @@ _CHECKS = (
     _check_int("prompt_lookup_min", 1),
     _check_int("prompt_lookup_max", 1),
     _check_prompt_lookup,
+    _check_size_hint,
 )

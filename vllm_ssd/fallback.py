@@ -1,8 +1,10 @@
 """What a row takes that missed: it waits for the draft (JIT), takes n-grams, or nothing.
 
-The rule of the paper at any batch size (arXiv 2603.03251; its b* is this rule at equilibrium):
-wait for m drafts if (N_hit + N_jit(m)) / (T_v + T_jit(m)) is more than without waiting, N being
-the expected tokens of the whole batch this round; every quantity is measured while running.
+The rule of the paper at any batch size (arXiv 2603.03251; its b* is this rule at equilibrium): wait
+for the m drafts that bring the most. Waiting costs time in which the batch would emit R tokens a
+second, so the gain of a round is N(m) − R · (T_v(m) + T_jit(m)), N being the expected tokens of the
+whole batch and R its rate in the long run; every quantity is measured while running. (To compare
+N(m) / T(m) of this round alone is wrong: a round after a miss is a poor one, and would wait too long.)
 """
 
 from collections.abc import Sequence
@@ -14,6 +16,8 @@ from vllm_ssd.statistics import LinearTime
 _PROBE_EVERY = 32  # decisions between trials of waiting, to notice when it pays again
 _UNKNOWN_PATIENCE = 1.0  # seconds to wait while nothing was measured
 _PATIENCE = 4.0  # times the expected wait
+_FORGET_ROUND = 0.95  # weight of the past at each round: the batch changes
+_LONGEST_ROUND = 2.0  # seconds; longer ones were pauses
 
 
 class FallbackRule:
@@ -24,6 +28,7 @@ class FallbackRule:
         self._threshold = config.fallback_batch_threshold
         self._depth = depth
         self._wait_time = LinearTime()  # by number of drafts waited for
+        self._emitted = self._seconds = 0.0  # of the whole batch, over the recent rounds
         self._ngram_tokens = 1.0  # tokens a row emits after n-grams were looked up
         self._decisions = 0
 
@@ -34,6 +39,13 @@ class FallbackRule:
     def observe_ngrams(self, num_emitted: int) -> None:
         """A row that took n-grams, or found none, emitted so many tokens."""
         self._ngram_tokens += 0.05 * (num_emitted - self._ngram_tokens)
+
+    def observe_round(self, num_emitted: int, seconds: float) -> None:
+        """A round of the whole batch emitted so many tokens, from one selection of drafts to the next."""
+        if seconds > _LONGEST_ROUND:
+            return
+        self._emitted = _FORGET_ROUND * self._emitted + num_emitted
+        self._seconds = _FORGET_ROUND * self._seconds + seconds
 
     def takes_ngrams(self) -> bool:
         """Whether rows that do not wait look up n-grams; so do rows whose draft is down."""
@@ -54,10 +66,10 @@ class FallbackRule:
         self._decisions += 1
         if not self._wait_time.known or self._decisions % _PROBE_EVERY == 0:
             return depth
-        return max(range(depth, -1, -1), key=lambda m: self._rate(hits, misses, m))
+        return max(range(depth, -1, -1), key=lambda m: self._gain(hits, misses, m))
 
-    def _rate(self, hits: Sequence[int], misses: int, wanted: int) -> float:
-        """Expected tokens per second of the batch if the misses wait for `wanted` drafts."""
+    def _gain(self, hits: Sequence[int], misses: int, wanted: int) -> float:
+        """Expected tokens of the batch if the misses wait for `wanted` drafts, less what the time would bring."""
         tokens_hit = sum(self._depth.expected_tokens(count) for count in hits)
         if wanted == 0:
             load, tokens, waited = 1.0, self._ngram_tokens, 0.0
@@ -68,4 +80,6 @@ class FallbackRule:
         verify = self._depth.verify_seconds_of(num_tokens)
         if verify == 0.0:
             return float(wanted)  # nothing measured yet: wait
-        return (tokens_hit + misses * tokens) / (verify + waited)
+        if self._seconds == 0.0:  # the first rounds: as if all were like this one
+            return (tokens_hit + misses * tokens) / (verify + waited)
+        return tokens_hit + misses * tokens - self._emitted / self._seconds * (verify + waited)

@@ -87,6 +87,7 @@ class Proposer:
         self._starts: list[Start] = []
         self._depth = DepthControl(config.num_speculative_tokens)
         self._fallback = FallbackRule(config, self._depth)
+        self._selected_at = 0.0
         self.totals = Totals()
         self.report: Report | None = None
         """What the draft said last of its measurements and decisions."""
@@ -126,6 +127,9 @@ class Proposer:
     def propose(self, rows: Sequence[Row], ngrams: NgramProposer) -> list[Proposal]:
         """Drafts for the rows that just emitted tokens, in their order."""
         began = time.perf_counter()
+        if self._selected_at:
+            self._fallback.observe_round(sum(len(row.emitted) for row in rows), began - self._selected_at)
+        self._selected_at = began
         self._receive()
         depth = self._depth.choose(len(rows), sum(self._samples(row) for row in rows))
         limits = [min(row.limit, depth) for row in rows]

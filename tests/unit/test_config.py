@@ -22,6 +22,7 @@ WRONG = [
     *(("tree_budget", value) for value in (0, 1025, "24", True)),
     *(("fan_out", value) for value in ("even", 4, None, [0, 0, 0, 0], [1, -1, 2, 2], [1.0, 2, 2, 2])),
     *(("fan_out", [1] * length) for length in (0, 3, 5)),  # one for each of K + 1 positions
+    *(("size_hint", value) for value in (1, "yes", None)),
     *(("saguaro_c", value) for value in (0, 1.1, -0.5, "0.5", True, float("nan"))),
     *(("draft_top_m", value) for value in (0, 1025, 64.0)),
     *(("fallback", value) for value in ("n-gram", "", None, 1)),
@@ -39,6 +40,7 @@ RIGHT = [
     *({"fan_out": value} for value in ("measured", "geometric", "uniform", [1, 2, 3, 4], (0, 0, 0, 1))),
     *({"saguaro_c": value} for value in (1, 1.0, 0.01, "auto")),
     *({"draft_top_m": value} for value in (1, 1024)),
+    *({"size_hint": value} for value in (True, False)),
     *({"fallback": value} for value in ("auto", "draft", "ngram", "none")),
     *({"fallback_batch_threshold": value} for value in (None, 0, 64)),
     {"prompt_lookup_min": 4, "prompt_lookup_max": 4},

@@ -246,6 +246,20 @@ def test_it_tries_to_wait_before_anything_is_known_and_now_and_then() -> None:
     assert 0 < sum(wanted > 0 for wanted in decisions) <= 5
 
 
+def test_a_wait_is_priced_by_what_other_rounds_bring() -> None:
+    """A round after a miss is compared with itself: a poor one, and so it waits too long."""
+    fallback = waited(rule(), 0.009)
+    alone = fallback.drafts_to_wait_for([], 1, K)
+    assert alone > 0
+    for _ in range(50):
+        fallback.observe_round(4, 0.020)  # most rounds hit: 200 tokens a second
+        fallback.observe_round(1, 60.0)  # a pause says nothing
+    assert fallback.drafts_to_wait_for([], 1, K) == 0
+    for _ in range(200):
+        fallback.observe_round(1, 0.040)
+    assert fallback.drafts_to_wait_for([], 1, K) >= alone
+
+
 @pytest.mark.parametrize("per_draft", (0.0001, 0.01, 1.0))
 @pytest.mark.parametrize("depth", (1, K))
 def test_it_never_waits_for_more_than_the_depth(per_draft: float, depth: int) -> None:

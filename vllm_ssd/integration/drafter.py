@@ -20,6 +20,7 @@ from vllm_ssd.integration.request_options import wants_drafts
 from vllm_ssd.metrics import PeriodicLog, Totals
 from vllm_ssd.prometheus import Exporter
 from vllm_ssd.proposer import DraftSampling, Proposal, Proposer, Row
+from vllm_ssd.sdsl.hint import SizeHint
 
 _MOST_TOP_K = 1 << 30  # more than any vocabulary, and within every integer type
 
@@ -55,6 +56,12 @@ class SaguaroDrafter:
         # Numba compiles at the first look-up, for a second: not while requests are served.
         self._ngrams.propose(1, [[0]], np.ones(1, np.int32), np.zeros((1, self._max_model_len), np.int32))
         self._log = PeriodicLog()
+        self._size_hint = SizeHint(
+            vllm_config.model_config.model,
+            self._config.model,
+            self._config.num_speculative_tokens,
+            self._config.size_hint,
+        )
         self._drafts = True
 
     def load_model(self, *_args: Any, **_kwargs: Any) -> None:
@@ -154,6 +161,7 @@ class SaguaroDrafter:
 
         proposals = self._proposer.propose(rows, ngrams)
         self._log(self._proposer.totals)
+        self._size_hint(self._proposer.totals)
         return {row.req_id: proposal for row, proposal in zip(rows, proposals)}
 
     def _row(self, batch: Any, requests: dict[str, Any], place: int, emitted: list[int], most: int) -> Row:
