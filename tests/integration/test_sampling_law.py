@@ -102,6 +102,12 @@ def test_law_with_half_c_and_top_k(half_c_engine, laws):
     check_law(found, laws["plain"].joint(**variant), "C = 0.5, top_k and top_p")
 
 
+def test_law_while_c_is_searched(tiny_pair, laws):
+    """saguaro_c "auto": each tree is drawn with another C, chosen by what earlier ones brought."""
+    with start(tiny_pair, fallback="draft", saguaro_c="auto") as engine:
+        check_law(sample(engine, 2 * SAMPLES, PROMPT, temperature=1.0), laws["plain"].joint(), "C searched")
+
+
 def test_law_with_ngram_rows_mixed_in(tiny_pair, laws):
     with start(tiny_pair, fallback="ngram", prompt_lookup_min=1, tree_budget=1) as engine:
         for name, prompt in PROMPTS.items():
