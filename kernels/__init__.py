@@ -3,4 +3,6 @@
 Each file holds one kernel in Triton, a wrapper that checks what it is given, and a twin in plain
 PyTorch: the oracle of the tests, and what runs where there is no GPU. Nothing here knows about
 models, requests or vLLM.
+
+No GPU has run them yet: the tests run Triton's interpreter and compile for GPUs (`docs/performance.md`).
 """

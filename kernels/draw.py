@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from vllm_ssd.kernels.fork import check_logits
 from vllm_ssd.kernels.launch import check_tensor, power_of_two, runs_kernel
-from vllm_ssd.kernels.selection import NO_TOKEN, best_keys, best_tokens_torch, candidates_of
+from vllm_ssd.kernels.selection import NO_TOKEN, best_keys, best_tokens_torch, candidates_of, kept_of
 
 _LEAST_LOGIT = -3.4028234663852886e38  # a row without finite logits is uniform, not NaN
 
@@ -128,7 +128,7 @@ def draw(
         keys = best_keys(
             logits, torch.full((rows,), NO_TOKEN, dtype=torch.int32, device=device), vocab_size, top_m, block
         )
-        size = power_of_two(top_m)
+        size = kept_of(top_m)
         count = keys.shape[1]
         _draw_kernel[(rows,)](keys, *laws, *drawn, count, top_m, N=power_of_two(count, size), M=size)
     return drawn

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 from vllm_ssd.kernels.launch import FLOATS, check_tensor, power_of_two, runs_kernel
-from vllm_ssd.kernels.selection import NO_TOKEN, best_keys, best_tokens_torch, candidates_of
+from vllm_ssd.kernels.selection import NO_TOKEN, best_keys, best_tokens_torch, candidates_of, kept_of
 
 
 @triton.jit
@@ -57,7 +57,7 @@ def fork(
     token_ids = torch.empty(rows, width, dtype=torch.int32, device=logits.device)
     if rows:
         keys = best_keys(logits, excluded, vocab_size, width, block)
-        size = power_of_two(width)
+        size = kept_of(width)
         _fork_kernel[(rows,)](
             keys, counts, values, token_ids, keys.shape[1], width, N=power_of_two(keys.shape[1], size), M=size
         )

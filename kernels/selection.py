@@ -58,6 +58,11 @@ def _next_kernel(keys, best, num_keys, num_blocks, BLOCK: tl.constexpr, M: tl.co
     tl.store(best + (row.to(tl.int64) * num_blocks + block) * M + tl.arange(0, M), tl.topk(mine, M))
 
 
+def kept_of(count: int) -> int:
+    """Candidates that each block keeps: a power of two, and not 1, which Triton 3.6 does not sort for."""
+    return power_of_two(count, 2)
+
+
 def best_keys(
     logits: torch.Tensor, excluded: torch.Tensor, vocab_size: int, count: int, block: int | None = None
 ) -> torch.Tensor:
@@ -66,7 +71,7 @@ def best_keys(
     `logits`: [R, padded vocabulary]; `excluded`: [R] int32, -1 for none. `block`: elements one
     program sorts, a power of two above twice `count`.
     """
-    rows, kept = logits.shape[0], power_of_two(count)
+    rows, kept = logits.shape[0], kept_of(count)
     block = max(block or min(_BLOCK, power_of_two(vocab_size)), 2 * kept)
     blocks = triton.cdiv(vocab_size, block)
     keys = torch.empty(rows, blocks * kept, dtype=torch.int64, device=logits.device)

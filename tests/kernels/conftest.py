@@ -21,7 +21,8 @@ def _import_interpreted() -> None:
     os.environ["TRITON_INTERPRET"] = "1"
     try:
         for name in [name for name in sys.modules if name.partition(".")[0] == "triton"]:
-            del sys.modules[name]
+            if not name.startswith("triton._C"):  # machine code, which cannot be loaded twice
+                del sys.modules[name]
         for name in _KERNELS:
             sys.modules.pop(f"vllm_ssd.kernels.{name}", None)
         for name in _KERNELS:
