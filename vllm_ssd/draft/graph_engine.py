@@ -16,7 +16,7 @@ from vllm_ssd.config import SaguaroConfig
 from vllm_ssd.draft.engine import DraftEngine, Forwards
 from vllm_ssd.draft.graph_round import GraphRound, Planting, Step
 from vllm_ssd.draft.sequence import Branch, Candidates, Sequence
-from vllm_ssd.messages import Growth, Round, pack_law
+from vllm_ssd.messages import Round, pack_law
 
 _AHEAD = 2  # steps under way: one that is read, one that keeps the device busy
 
@@ -81,8 +81,9 @@ class GraphEngine(DraftEngine):
             for sequence, _ in planted.waves:
                 sequence.steps_left = 0
             self._end()
-        self._tree_seconds.append(time.perf_counter() - began)
-        self._pace.observe_step(count, self._tree_seconds[-1])
+        seconds = time.perf_counter() - began
+        self._outbox.add_tree_step(seconds)
+        self._pace.observe_step(count, seconds)
 
     def _plant(self, sequences: list[Sequence]) -> _Planted | None:
         """Send the waves to the device, with slots for all their steps; None if they do not fit a round."""
@@ -95,7 +96,7 @@ class GraphEngine(DraftEngine):
             return None
         tails: list[np.ndarray] = []
         for _, wave in waves:
-            slots = self._take_slots(len(wave) * steps, sequences)
+            slots = self._sequences.take_slots(len(wave) * steps, sequences)
             if slots is None:
                 for tail in tails:
                     self._pool.give_back(tail.reshape(-1))
@@ -138,7 +139,7 @@ class GraphEngine(DraftEngine):
                 branch.tokens.append(token_id)
                 branch.candidates.append(Candidates(ids.astype(np.int64), values))
             law = pack_law(step.token_ids[rows, :top_m], step.probs[rows, :top_m]) if sequence.samples else None
-            self._items.append(Growth(sequence.seq_id, token_ids, law))
+            self._outbox.add_growth(sequence, token_ids, law)
             sequence.steps_left -= 1
         planted.done += 1
 
