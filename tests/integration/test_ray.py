@@ -153,6 +153,22 @@ def test_one_rank(cluster, baseline, slow_target):
     until(lambda: not actors("DraftActor"), "the actor outlives the engine")
 
 
+def test_an_actor_that_hangs_is_replaced(cluster, baseline, slow_target):
+    expected = baseline.generate(REQUESTS)
+    with start(cluster, model=slow_target) as engine:
+        [draft] = actors("DraftActor")
+        draft.suspend()
+        try:
+            until(lambda: engine.generate(REQUESTS[:1]) and engine.warnings(), "the silence was not noticed")
+            check_same_tokens(engine.generate(REQUESTS), expected, "while the actor hangs")
+            until(lambda: engine.generate(REQUESTS[:1]) and engine.stats()["draft_up"], "no new actor", 120)
+        finally:
+            if draft.is_running():
+                draft.kill()
+        assert actors("DraftActor")[0].pid != draft.pid
+        work_until_hits(engine, expected, "with a new actor")
+
+
 def test_two_ranks_and_the_death_of_one(cluster):
     with start(cluster, ranks=2, plain=True) as engine:
         expected = engine.generate(REQUESTS)
