@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+
 from vllm_ssd.kernels.fork import check_logits
 from vllm_ssd.kernels.launch import check_tensor, power_of_two, runs_kernel
 from vllm_ssd.kernels.selection import NO_TOKEN, best_keys, best_tokens_torch, candidates_of, kept_of

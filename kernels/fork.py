@@ -7,6 +7,7 @@ token is none of them (were it right, the verification would go on).
 import torch
 import triton
 import triton.language as tl
+
 from vllm_ssd.kernels.launch import FLOATS, check_tensor, power_of_two, runs_kernel
 from vllm_ssd.kernels.selection import NO_TOKEN, best_keys, best_tokens_torch, candidates_of, kept_of
 

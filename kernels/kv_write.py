@@ -10,6 +10,7 @@ Shapes: T tokens, H query heads, G key/value heads, E head size.
 import torch
 import triton
 import triton.language as tl
+
 from vllm_ssd.kernels.launch import FLOATS, check_tensor, power_of_two, runs_kernel
 
 

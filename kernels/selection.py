@@ -11,6 +11,7 @@ Shapes: R rows, V vocabulary, N keys, M candidates that are kept (a power of two
 import torch
 import triton
 import triton.language as tl
+
 from vllm_ssd.kernels.launch import power_of_two
 
 NO_TOKEN = -1

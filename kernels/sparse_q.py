@@ -9,6 +9,7 @@ Shapes: T drafts, m entries a law, V vocabulary.
 import torch
 import triton
 import triton.language as tl
+
 from vllm_ssd.kernels.launch import check_tensor, power_of_two, runs_kernel
 
 _BLOCK = 1024  # columns of one program

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
+
 from vllm_ssd.kernels.launch import FLOATS, check_tensor, power_of_two, runs_kernel
 
 _TILE_ROWS = 64  # queries times heads of a tile that is worth a block of its own

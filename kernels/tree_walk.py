@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+
 from vllm_ssd.kernels.launch import check_tensor, power_of_two, runs_kernel
 
 MISSED = -1

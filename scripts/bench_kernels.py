@@ -23,6 +23,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import triton
+
 from vllm_ssd.kernels.draw import Laws, draw
 from vllm_ssd.kernels.fork import fork
 from vllm_ssd.kernels.kv_write import kv_write

@@ -14,7 +14,7 @@ from vllm_ssd.addresses import check_address
 MAX_SPECULATIVE_TOKENS = 32
 FAN_OUT_NAMES = ("measured", "geometric", "uniform")
 FALLBACKS = ("auto", "draft", "ngram", "none")
-AUTO_BRANCHES = 64
+AUTO_BRANCHES = 32
 """Branches a request with tree_budget "auto", if there is time for so many."""
 
 

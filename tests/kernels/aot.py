@@ -14,6 +14,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
+
 from vllm_ssd.kernels.draw import Laws, draw
 from vllm_ssd.kernels.fork import fork
 from vllm_ssd.kernels.kv_write import kv_write

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import chisquare, kstest
-from vllm_ssd.kernels.draw import Laws, draw, uniform
 
+from vllm_ssd.kernels.draw import Laws, draw, uniform
 from vllm_ssd.sampling import saguaro_law, top_tokens
 
 from .examples import few_examples

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
 from vllm_ssd.kernels.fork import fork
 
 from .examples import few_examples

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+
 from vllm_ssd.kernels.kv_write import kv_write
 
 from .examples import few_examples

@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
 from vllm_ssd.kernels.sparse_q import dense_rows, subtract_laws
 
 from .examples import few_examples

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
 from vllm_ssd.kernels.tree_attention import Tree, Workspace, row_blocks, rows_per_block, tree_attention
 
 from .examples import few_examples

@@ -7,8 +7,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from vllm_ssd.kernels.tree_walk import IN_TRUNK, MISSED, Trees, tree_walk
 
+from vllm_ssd.kernels.tree_walk import IN_TRUNK, MISSED, Trees, tree_walk
 from vllm_ssd.tree import SpeculationTree
 
 from .examples import few_examples

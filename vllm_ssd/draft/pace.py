@@ -10,13 +10,12 @@ import time
 from vllm_ssd.config import AUTO_BRANCHES
 from vllm_ssd.statistics import Deviation, LinearTime
 
-_FIRST_BRANCHES = 32  # while nothing was measured
 _DEVIATIONS = 1.0  # standard deviations of the times that a tree leaves free
 _LEAST_SHARE = 0.8  # on a restless machine too: narrow trees cost more than late ones
 _SLOW = 0.998  # weight of the past: how the time of a step grows with its tokens hardly changes
 _FAST = 0.95  # how fast the device is now, may
-_OVERDUE = 1.1  # times the expected verify
-_WIDTHS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, AUTO_BRANCHES)  # few: each new shape costs a compilation on a CPU
+_OVERDUE = 1.5  # times the expected verify: what only varies is not delayed
+_WIDTHS = (1, 2, 4, 6, 8, 12, 16, 24, AUTO_BRANCHES)  # few: each new shape costs a compilation on a CPU
 
 
 class Pace:
@@ -63,7 +62,7 @@ class Pace:
 
         A tree keeps at least one branch and one step: drafts that come late still help a little.
         """
-        width = self._fixed or (AUTO_BRANCHES if self._timed else _FIRST_BRANCHES)
+        width = self._fixed or AUTO_BRANCHES
         if not self._timed:
             return width, depth
         left = self._seconds_left

