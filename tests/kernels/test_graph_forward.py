@@ -5,8 +5,8 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from unit.test_model import LIGHT, assert_equals_plain, causal_group, empty_pools, tiny
 
-from tests.unit.test_model import LIGHT, assert_equals_plain, causal_group, empty_pools, tiny
 from vllm_ssd.draft.batch import Group, flatten
 from vllm_ssd.draft.graph_decoder import GraphDecoder
 from vllm_ssd.draft.graph_forward import GraphForward, ready
