@@ -118,6 +118,8 @@ class Engine:
         prompt = request["prompt"]
         if not isinstance(prompt, str):
             prompt = TokensPrompt(prompt_token_ids=prompt)
+        if "logit_bias" in params:  # JSON has no integer keys
+            params = {**params, "logit_bias": {int(key): bias for key, bias in params["logit_bias"].items()}}
         self._engine.add_request(request["id"], prompt, SamplingParams(**params, output_kind=kind))
 
     def _settle_before_sampling(self) -> None:
