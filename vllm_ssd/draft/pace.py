@@ -10,8 +10,8 @@ import time
 from vllm_ssd.config import AUTO_BRANCHES
 from vllm_ssd.statistics import Deviation, LinearTime
 
-_DEVIATIONS = 1.0  # standard deviations of the times that a tree leaves free
-_LEAST_SHARE = 0.8  # on a restless machine too: narrow trees cost more than late ones
+_DEVIATIONS = 2.0  # standard deviations of the times that a tree leaves free
+_LEAST_SHARE = 0.7  # on a restless machine too: narrow trees cost more than late ones
 _SLOW = 0.998  # weight of the past: how the time of a step grows with its tokens hardly changes
 _FAST = 0.95  # how fast the device is now, may
 _OVERDUE = 1.5  # times the expected verify: what only varies is not delayed
