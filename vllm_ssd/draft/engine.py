@@ -59,7 +59,6 @@ class DraftEngine:
         self._pace = Pace(config.tree_budget)
         self._prefill_time = LinearTime()  # by number of tokens
         self._depth = config.num_speculative_tokens
-        self._verify_seconds = 0.0
         self._latest_size = (0, 0)  # branches and depth of the latest trees
         self._latest_fan_out: list[int] = []
         self.busy_seconds = 0.0
@@ -76,7 +75,6 @@ class DraftEngine:
         self._depth = message.depth
         now = time.perf_counter()
         came_at = now if earliest is None else min(max(message.sent_at, earliest), now)
-        self._verify_seconds = message.verify_seconds
         self._pace.begin_round(message.verify_seconds, came_at, observe=bool(message.outcomes))
         for seq_id in message.finished:
             if (sequence := self._sequences.get(seq_id)) is not None:
@@ -119,10 +117,11 @@ class DraftEngine:
         foreseen = sequence.foresaw(outcome.emitted)
         if sequence.trunk and sequence.trunk_c is not None:
             self._bandit.observe(sequence.trunk_c, len(outcome.emitted), foreseen)
-        if not foreseen and self._verify_seconds:
+        verify_seconds = self._pace.verify_seconds
+        if not foreseen and verify_seconds:
             # It waits for drafts, or the next verification goes without.
             waits = outcome.wanted * self._pace.step_seconds(1)
-            self._bandit.observe_miss_cost(waits or 0.5 * self._verify_seconds, self._verify_seconds)
+            self._bandit.observe_miss_cost(waits or 0.5 * verify_seconds, verify_seconds)
         sequence.trunk_c = sequence.saguaro_c if foreseen and outcome.drafts else None
         sequence.saguaro_c = self._bandit.choose()
         if outcome.wanted:

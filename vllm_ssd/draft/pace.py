@@ -27,7 +27,8 @@ class Pace:
         self._step_time = LinearTime(_SLOW)  # by number of tokens: tips of branches, or a few to glue
         self._verify_ratio = Deviation()  # measured to expected
         self._step_ratio = Deviation(forget=_FAST)
-        self._verify_seconds = 0.0
+        self.verify_seconds = 0.0
+        """What the verification under way is expected to take; 0 if that is unknown."""
         self._began = 0.0
         self._extended = False
 
@@ -36,9 +37,9 @@ class Pace:
 
         `observe`: a verification has just ended, the one that the last call spoke of.
         """
-        if observe and self._verify_seconds > 0.0 and not self._extended:
-            self._verify_ratio.observe((began - self._began) / self._verify_seconds)
-        self._verify_seconds = verify_seconds
+        if observe and self.verify_seconds > 0.0 and not self._extended:
+            self._verify_ratio.observe((began - self._began) / self.verify_seconds)
+        self.verify_seconds = verify_seconds
         self._extended = False
         self._began = began
 
@@ -76,7 +77,7 @@ class Pace:
         """Of so many branches, those that one more step may take and be over before the outcome; maybe 0."""
         if not self._timed:
             return num_branches
-        most = self._branches_within(self._verify_ratio.mean * self._verify_seconds - self._elapsed)
+        most = self._branches_within(self._verify_ratio.mean * self.verify_seconds - self._elapsed)
         return num_branches if most >= num_branches else _usual_width(most)
 
     @property
@@ -88,11 +89,11 @@ class Pace:
         """How long until then; infinite while nothing is expected."""
         if not self._timed or self._fixed is not None:
             return math.inf
-        return _OVERDUE * self._verify_seconds - self._elapsed
+        return _OVERDUE * self.verify_seconds - self._elapsed
 
     @property
     def _timed(self) -> bool:
-        return self._verify_seconds > 0.0 and self._step_time.known
+        return self.verify_seconds > 0.0 and self._step_time.known
 
     @property
     def share(self) -> float:
@@ -102,7 +103,7 @@ class Pace:
 
     @property
     def _seconds_left(self) -> float:
-        return self.share * self._verify_seconds - self._elapsed
+        return self.share * self.verify_seconds - self._elapsed
 
     @property
     def _elapsed(self) -> float:
