@@ -18,6 +18,8 @@ class ModelFiles:
     """A model of transformers, as a local folder or a name on the hub."""
 
     name: str
+    trust_remote_code: bool = False
+    """Whether it may run code from its repository."""
 
     @property
     def folder(self) -> Path | None:
@@ -39,7 +41,8 @@ class ModelFiles:
         if self.folder is None and looks_local:
             raise ValueError(f"{self.name!r} is no folder; give the folder of a transformers model, or its hub name.")
         try:
-            return AutoConfig.from_pretrained(self.name).get_text_config()
+            found = AutoConfig.from_pretrained(self.name, trust_remote_code=self.trust_remote_code)
+            return found.get_text_config()
         except Exception as error:  # transformers raises many kinds
             raise ValueError(
                 f"{self.name!r} has no config that transformers can read ({_first_line(error)})."
@@ -51,7 +54,7 @@ class ModelFiles:
         from transformers import AutoTokenizer
 
         try:
-            return AutoTokenizer.from_pretrained(self.name)
+            return AutoTokenizer.from_pretrained(self.name, trust_remote_code=self.trust_remote_code)
         except Exception as error:
             raise ValueError(f"the tokenizer of {self.name!r} cannot be read ({_first_line(error)}).") from error
 
