@@ -27,8 +27,8 @@ def check_address(address: str, has_keys: bool) -> None:
     """Raise `ValueError` with what is wrong and what would be right."""
     kind, _, rest = str(address).partition("://")
     if kind == "ipc":
-        if not rest.startswith("/"):
-            raise ValueError("it has no absolute path; write for example 'ipc:///run/user/1000/draft'")
+        if not rest.startswith("/") or not rest.isprintable() or rest.endswith("/") or os.path.isdir(rest):
+            raise ValueError("it has no absolute path of a socket; write for example 'ipc:///run/user/1000/draft'")
         if len(rest.encode()) > _LONGEST_PATH:
             raise ValueError(
                 f"its path is longer than the {_LONGEST_PATH} bytes of a Unix socket; choose a shorter one"
@@ -37,7 +37,7 @@ def check_address(address: str, has_keys: bool) -> None:
     if kind != "tcp":
         raise ValueError(f"it must be of kind ipc or tcp; {_KINDS}")
     host, _, port = rest.rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+    if not host or not (port.isascii() and port.isdigit()) or not 0 < int(port) < 65536:
         raise ValueError(f"it must name a host and a port from 1 to 65535; {_KINDS}")
     if not has_keys and not _is_loopback(host.strip("[]")):
         raise ValueError(

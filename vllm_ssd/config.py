@@ -12,8 +12,10 @@ from typing import Any
 from vllm_ssd.addresses import check_address
 
 MAX_SPECULATIVE_TOKENS = 32
+_LONGEST_NGRAM = 1 << 20
 FAN_OUT_NAMES = ("measured", "geometric", "uniform")
 FALLBACKS = ("auto", "draft", "ngram", "none")
+LEAST_C = 0.001  # less would leave nothing of a draft's probabilities in float32
 AUTO_BRANCHES = 32
 """Branches a request with tree_budget "auto", if there is time for so many."""
 
@@ -57,7 +59,7 @@ class SaguaroConfig:
     (the most probable outcomes by the row's own draft probabilities, their sharpness measured),
     "geometric" (the paper's theorem), "uniform" or K+1 counts."""
     saguaro_c: float | str = 1.0
-    """C of Saguaro sampling, in (0, 1], 1 is off; "auto": the one that brings the most tokens a second.
+    """C of Saguaro sampling, in [LEAST_C, 1], 1 is off; "auto": the one that brings the most tokens a second.
     No effect on greedy rows."""
     draft_top_m: int = 64
     """Sampled drafts are drawn from the m most probable tokens of the draft."""
@@ -96,7 +98,7 @@ class SaguaroConfig:
         keys = ["method", *(name for name in names if name != "trust_remote_code")]
         for key in options:
             if key not in names:
-                close = difflib.get_close_matches(key, keys, n=1)
+                close = difflib.get_close_matches(str(key), keys, n=1)
                 hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(keys)}."
                 raise ValueError(f"speculative_config: unknown key {key!r} for method 'saguaro'; {hint}")
         for key in ("model", "num_speculative_tokens"):
@@ -174,8 +176,8 @@ def _check_address(config: SaguaroConfig) -> None:
 
 def _check_kv_cache(config: SaguaroConfig) -> None:
     value = config.draft_kv_cache_memory_bytes
-    if value is not None and (not _is_int(value) or value < 1 << 20):
-        _refuse("draft_kv_cache_memory_bytes", value, "a number of bytes, at least 1048576, or null")
+    if value is not None and (not _is_int(value) or not 1 << 20 <= value <= 1 << 50):
+        _refuse("draft_kv_cache_memory_bytes", value, "a number of bytes, at least 1048576 and at most 2**50, or null")
 
 
 def _check_threshold(config: SaguaroConfig) -> None:
@@ -202,8 +204,8 @@ def _check_saguaro_c(config: SaguaroConfig) -> None:
     value = config.saguaro_c
     if value == "auto":
         return
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1:
-        _refuse("saguaro_c", value, "'auto' or a number above 0 and up to 1 (1 is off)")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not LEAST_C <= value <= 1:
+        _refuse("saguaro_c", value, f"'auto' or a number from {LEAST_C} to 1 (1 is off)")
 
 
 def _check_start_timeout(config: SaguaroConfig) -> None:
@@ -235,8 +237,8 @@ _CHECKS = (
     _check_int("draft_top_m", 1, 1024),
     _check_choice("fallback", FALLBACKS),
     _check_threshold,
-    _check_int("prompt_lookup_min", 1),
-    _check_int("prompt_lookup_max", 1),
+    _check_int("prompt_lookup_min", 1, _LONGEST_NGRAM),
+    _check_int("prompt_lookup_max", 1, _LONGEST_NGRAM),
     _check_prompt_lookup,
     _check_size_hint,
 )

@@ -5,6 +5,8 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+_HIGHEST_CORE = 8191  # what Linux can be built for
+
 
 @dataclass(frozen=True)
 class DraftDevice:
@@ -28,6 +30,8 @@ def parse_cores(text: str) -> tuple[int, ...]:
         first, last = int(match[1]), int(match[2] or match[1])
         if last < first:
             raise ValueError(f"{part!r} is not a range of cores: it ends before it begins")
+        if last > _HIGHEST_CORE:
+            raise ValueError(f"{part!r} is beyond any machine: cores are numbered up to {_HIGHEST_CORE}")
         cores.update(range(first, last + 1))
     return tuple(sorted(cores))
 

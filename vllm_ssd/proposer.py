@@ -143,7 +143,7 @@ class Proposer:
         if waiting:
             self._wait(rows, proposals, waiting)
             self.totals.wait_seconds += time.perf_counter() - selected
-        self._count(rows, proposals, missed, limits)
+        self._count(rows, proposals, missed, limits, waiting)
         return proposals
 
     def _samples(self, row: Row) -> bool:
@@ -305,7 +305,14 @@ class Proposer:
 
     # ---- figures ----
 
-    def _count(self, rows: Sequence[Row], proposals: list[Proposal], missed: list[int], limits: list[int]) -> None:
+    def _count(
+        self,
+        rows: Sequence[Row],
+        proposals: list[Proposal],
+        missed: list[int],
+        limits: list[int],
+        waiting: dict[int, int],
+    ) -> None:
         totals = self.totals
         totals.rounds += 1
         missed_rows = set(missed)
@@ -321,7 +328,7 @@ class Proposer:
             totals.observe_lookup(len(row.emitted) - 1, hit)
             if i in missed_rows:
                 totals.misses += 1
-                totals.fallback_none += not proposal.token_ids
+                totals.fallback_none += not proposal.token_ids and i not in waiting
             elif len(proposal.token_ids) < limits[i]:
                 totals.part_hits += 1
             else:

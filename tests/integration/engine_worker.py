@@ -186,6 +186,12 @@ class Engine:
         finally:
             torch.Tensor.new_empty = new_empty
 
+    def register_kernels_again(self) -> None:
+        """What vLLM does first when another engine starts in this process."""
+        from vllm.platforms import current_platform
+
+        current_platform.register_triton_kernel_overrides()
+
     def fail(self) -> None:
         """End this process by an exception that nobody catches."""
         raise Uncaught("the test asked for it")

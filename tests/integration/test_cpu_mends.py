@@ -16,9 +16,12 @@ def test_expand_batch_to_tokens():
     wanted = {"values": [7.0, 0.0, 3.0], "counts": [2, 3, 1]}
     with EngineProcess(saguaro(DRAFT, 2)) as engine:
         assert engine.call("expand_batch_to_tokens", **wanted) == [7.0, 7.0, 1.0, 1.0, 1.0, 3.0]
+        engine.call("register_kernels_again")  # no other engine would start in a process that had saguaro
     with EngineProcess(saguaro(DRAFT, 2), patches=("no_mends",)) as engine:
         unmended = engine.call("expand_batch_to_tokens", **wanted)
         assert unmended == [-77.0] * 6, "vLLM has mended it: the mend can go"
+        with pytest.raises(EngineFailed, match="get"):
+            engine.call("register_kernels_again")
 
 
 def test_top_k_in_a_step_without_drafts():

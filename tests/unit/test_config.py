@@ -17,18 +17,18 @@ WRONG = [
     ("model", 5),
     *(("num_speculative_tokens", value) for value in (0, -1, 33, True, "5", 2.0)),
     *(("draft_dtype", value) for value in ("float64", "fp16", 16, None)),
-    *(("draft_kv_cache_memory_bytes", value) for value in (0, 1000, 1.5e9, "4GiB", True)),
+    *(("draft_kv_cache_memory_bytes", value) for value in (0, 1000, 1.5e9, "4GiB", True, 10**400)),
     *(("draft_start_timeout", value) for value in (0, -1, "60", True, float("nan"))),
     *(("tree_budget", value) for value in (0, 1025, "24", True)),
     *(("fan_out", value) for value in ("even", 4, None, [0, 0, 0, 0], [1, -1, 2, 2], [1.0, 2, 2, 2])),
     *(("fan_out", [1] * length) for length in (0, 3, 5)),  # one for each of K + 1 positions
     *(("size_hint", value) for value in (1, "yes", None)),
-    *(("saguaro_c", value) for value in (0, 1.1, -0.5, "0.5", True, float("nan"))),
+    *(("saguaro_c", value) for value in (0, 1e-46, 1.1, -0.5, "0.5", True, float("nan"))),
     *(("draft_top_m", value) for value in (0, 1025, 64.0)),
     *(("fallback", value) for value in ("n-gram", "", None, 1)),
     *(("fallback_batch_threshold", value) for value in (-1, 2.5, "8", True)),
     *(("prompt_lookup_min", value) for value in (0, 6, "3")),
-    *(("prompt_lookup_max", value) for value in (0, 5.0)),
+    *(("prompt_lookup_max", value) for value in (0, 5.0, 10**400)),
 ]
 
 RIGHT = [

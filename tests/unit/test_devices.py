@@ -57,6 +57,7 @@ def test_settings_are_read(setting: str, platform: str, num_gpus: int, device: D
         ("cpu", "cpu", 0, "cpu:2-5"),
         ("cpu:x", "cpu", 0, "cpu:1"),
         ("cpu:7-8", "cpu", 0, "no core 8; it has 0-7"),
+        ("cpu:0-999999999", "cpu", 0, "beyond any machine"),
         ("cuda", "cuda", 2, "cuda:1"),
         ("cuda:", "cuda", 2, "cuda:1"),
         ("cuda:-1", "cuda", 2, "cuda:1"),

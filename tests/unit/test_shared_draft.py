@@ -209,6 +209,7 @@ def test_no_more_targets_than_allowed(server: Server, address: str) -> None:
     with pytest.raises(RuntimeError, match="serves 3 targets already; raise its --max-targets"):
         fourth.wait_until_ready(PATIENCE)
     drafts.pop().close()
+    wait_for(lambda: len(server.server._targets) == 2)
     drafts.append(connected(address))
     for draft in drafts:
         draft.close()
@@ -356,6 +357,10 @@ def test_a_taken_address_is_refused_and_a_stale_one_is_not(address: str) -> None
 WRONG = {
     "http://x": "kind ipc or tcp",
     "ipc://relative": "absolute path",
+    "ipc:///": "absolute path",
+    "ipc:///tmp": "absolute path",
+    "ipc:///tmp/\0x": "absolute path",
+    "tcp://127.0.0.1:²": "a host and a port",
     "ipc://" + "/x" * 60: "longer than",
     "tcp://127.0.0.1": "a host and a port",
     "tcp://127.0.0.1:0": "a host and a port",

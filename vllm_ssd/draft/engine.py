@@ -149,6 +149,10 @@ class DraftEngine:
         """Sequences it works for."""
         return len(self._sequences)
 
+    def knows(self, seq_id: int) -> bool:
+        """Whether it works for this sequence."""
+        return self._sequences.get(seq_id) is not None
+
     def release(self, num_slots: int) -> None:
         """Give back at least so many KV slots; the sequences that lose theirs are read again when needed."""
         for sequence in self._sequences.oldest_first():

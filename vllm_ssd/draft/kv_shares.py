@@ -44,7 +44,7 @@ class SlotShare:
     @property
     def usage(self) -> float:
         """Part of its share in use, 0 to 1 (above, until it gave back what another target is due)."""
-        return self._used / self.num_slots
+        return self._used / self.num_slots if self.num_slots else 1.0
 
     @property
     def excess(self) -> int:

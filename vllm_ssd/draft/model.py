@@ -57,12 +57,14 @@ class DraftModel:
         """Make the pools; returns the number of slots.
 
         `memory_bytes` None takes a share of the free memory, but no more than `most_useful` slots.
-        Raises `ValueError` if not even one slot fits.
+        Raises `ValueError` if not even one slot fits, or if there is less memory.
         """
         slot_bytes = 2 * self._num_layers * self._num_kv_heads * self._head_dim * self.dtype.itemsize
         if memory_bytes is None:
             memory_bytes = int(_FREE_MEMORY_SHARE[self.device.type] * _free_memory(self.device))
             memory_bytes = min(memory_bytes, most_useful * slot_bytes)
+        elif memory_bytes > (free := _free_memory(self.device)):
+            raise ValueError(f"draft_kv_cache_memory_bytes={memory_bytes} is more than the {free} bytes that are free")
         num_slots = memory_bytes // slot_bytes
         if num_slots < 1:
             raise ValueError(f"draft_kv_cache_memory_bytes={memory_bytes} does not hold one token ({slot_bytes} bytes)")

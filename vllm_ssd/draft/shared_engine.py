@@ -191,7 +191,8 @@ class SharedEngine:
 
 def _check(message: Round, member: _Member) -> None:
     """Raise `ValueError` for a round that no target in its right mind sends, before it does harm."""
-    room = member.most_sequences - member.engine.num_sequences + len(message.finished)
+    known = sum(member.engine.knows(seq_id) for seq_id in set(message.finished))
+    room = member.most_sequences - member.engine.num_sequences + known
     if len(message.starts) > max(room, 0):
         raise ValueError(f"it has more than {member.most_sequences} requests at a time")
     if not 0 <= message.depth <= member.num_drafts:

@@ -24,6 +24,7 @@ logger = logging.getLogger("vllm_ssd.draft")
 _SIGN_SECONDS = 0.5  # how often each target hears something
 _TURNS = 4  # messages taken in for each target before the next step
 _MOST_UNREAD = 20_000  # pushes kept for a target that reads nothing
+_LONGEST_NAME = 80  # characters
 _MOST_NUM_SEQS = 4096
 _MOST_SLOTS = 1 << 22  # of the KV cache, unless its size is given
 
@@ -126,15 +127,15 @@ class SharedServer:
             except ValueError as error:
                 reason = str(error).removesuffix(".")
         if reason is not None:
-            logger.warning("target %s is refused: %s", hello.name, reason)
+            logger.warning("target %s is refused: %s", _readable(hello.name), reason)
             self._refuse(peer, reason)
             return
         num_slots = self._engine.admit(peer, config, hello.max_num_seqs)
-        self._targets[peer] = _Target(hello.name)
+        self._targets[peer] = _Target(_readable(hello.name))
         served = self._served
         ready = Ready(PROTOCOL_VERSION, num_slots, served.max_length, served.device, served.dtype)
         self._targets[peer].outbox.append(encode(ready))
-        logger.info("target %s is admitted; %d now", hello.name, len(self._targets))
+        logger.info("target %s is admitted; %d now", self._targets[peer].name, len(self._targets))
 
     def _objection(self, hello: Hello) -> str | None:
         """Why a target cannot be served, and what would be right; None if it can."""
@@ -214,6 +215,11 @@ class SharedServer:
         if not target.outbox and now - target.last_sign > _SIGN_SECONDS:
             self._hub.send(peer, encode(Idle(target.round_id)))
             target.last_sign = now
+
+
+def _readable(name: str) -> str:
+    """A target's name as one short line of a log."""
+    return "".join(character if character.isprintable() else "?" for character in name[:_LONGEST_NAME])
 
 
 def load(

