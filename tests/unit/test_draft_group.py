@@ -251,9 +251,28 @@ def test_one_member_builds_what_is_waited_for_and_the_others_hear_of_it() -> Non
     bets = [play.bets(member) for member in play.members]
     assert len({bet for own in bets for bet in own}) == sum(map(len, bets)) == 18
     assert {offset for own in bets for offset, _ in own} > {0}, "nobody bets beyond the first draft"
-    for member in others:
-        assert member.engine.sequence(0).trunk == drafts
-        assert member.engine._forecast.acceptance == first.engine._forecast.acceptance, "the late news counts twice"
+    assert all(member.engine.sequence(0).trunk == drafts for member in others)
+
+
+def test_late_news_is_no_second_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The drafts that did not build JIT drafts learn from each miss twice, or take the wait for a verification."""
+    play = Play(saguaro_c="auto")
+    play.start("a", sampling=DraftSampling(1.0))
+    first, second = play.members
+    observed: list[float] = []
+    monkeypatch.setattr(second.engine._pace._verify_ratio, "observe", observed.append)
+    chosen: list[int] = []
+    choose = second.engine._bandit.choose
+    monkeypatch.setattr(second.engine._bandit, "choose", lambda: chosen.append(len(second.rounds)) or choose())
+    for tokens in range(1, 20):
+        play.proposer.observe_verify(tokens, 0.02)
+    play.round(a=[ranked(PROMPT)[-1]])
+    play.round(a=[*play.in_flight["a"], 5])
+    late = [bool(r.outcomes) and not r.outcomes[0].emitted for r in second.rounds]
+    told = [bool(r.outcomes) and bool(r.outcomes[0].emitted) for r in second.rounds]
+    assert sum(late) >= 1 and sum(told) == 2
+    assert len(chosen) == 2, "C is chosen once for each verification"
+    assert len(observed) == 1, "the one verification between the two outcomes"
 
 
 def test_rows_that_hit_are_told_to_all_alike() -> None:
@@ -367,7 +386,7 @@ def test_a_sequence_that_all_lose_at_once_is_begun_again() -> None:
     for part in (0, 1):
         play.proposer._take(Push(0, [], [0], [], 0.0, 0.0, part=part))
     play.round(a=[5])
-    assert all(member.rounds[-1].starts for member in play.members)
+    assert all(len([r for r in member.rounds if r.starts]) == 2 for member in play.members)
 
 
 # ---- whatever happens, in any order ----
