@@ -28,6 +28,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--preset", choices=[*PRESETS, "all"], default="all", help="which pair to start from (default: all)")
     add("--batch", type=text.read_batches, default=[1, 2, 4, 8, 16, 32], help="rows in flight, for example 1,4,16")
     add("--draft-devices", type=text.read_positive, help="devices that draft; rows are split over them")
+    add(
+        "--tree-devices",
+        type=text.read_positive,
+        help="devices over which each tree is split (draft_devices of the configuration): each builds --branches",
+    )
     add("--acceptance", type=text.read_share, help="chance that a draft is accepted if those before it were")
     add("--k", type=text.read_positive, help="drafts a round of SSD")
     add("--sd-k", type=text.read_positive, help="drafts a round of SD")
@@ -72,6 +77,7 @@ def adjusted(scenario: Scenario, args: argparse.Namespace) -> Scenario:
     """The scenario with what the user set. Raises `ValueError` naming the option."""
     changes: dict[str, Any] = {
         "draft_devices": args.draft_devices,
+        "tree_devices": args.tree_devices,
         "acceptance": args.acceptance,
         "num_drafts": args.k,
         "sd_num_drafts": args.sd_k,
@@ -169,11 +175,12 @@ def _row(figures: Figures) -> list[str]:
 
 
 def _in_words(scenario: Scenario) -> str:
+    on_each = f" on each of {scenario.tree_devices} devices" if scenario.tree_devices > 1 else ""
     return (
         f"verify {1e3 * scenario.verify.base:.2f} ms, draft step {1e3 * scenario.draft.base:.2f} ms, "
         f"overhead {1e3 * scenario.overhead:.2f} ms, acceptance {scenario.acceptance:g}, K {scenario.num_drafts} "
-        f"(SD {scenario.sd_num_drafts}), {scenario.branches} branches, {scenario.draft_devices} draft devices, "
-        f"fallback {scenario.fallback}"
+        f"(SD {scenario.sd_num_drafts}), {scenario.branches} branches{on_each}, "
+        f"{scenario.draft_devices} draft devices, fallback {scenario.fallback}"
     )
 
 
