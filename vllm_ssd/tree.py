@@ -26,6 +26,8 @@ class Node:
     """A token after the prefix that leads to it."""
 
     __slots__ = ("_others", "draft", "law", "part", "token_id")
+    part: int
+    """Which of several drafts drew this token; only of nodes that are their parent's draft."""
 
     def __init__(self, token_id: int) -> None:
         self.token_id = token_id
@@ -33,8 +35,6 @@ class Node:
         """The child to hand out as a draft: the first one drawn here, whatever it came out as."""
         self.law: TokenLaw | None = None
         """What this token was drawn from; None: verified one-hot."""
-        self.part = 0
-        """Which of several drafts drew this token."""
         self._others: dict[int, Node] | None = None  # children by token; most nodes have none but the draft
 
     def find(self, token_id: int) -> "Node | None":
@@ -124,4 +124,4 @@ class SpeculationTree:
         """Append one token to each of the part's branches. `law`: [num_branches, m] token ids and probabilities."""
         laws = [None] * len(token_ids) if law is None else [TokenLaw(*pair) for pair in zip(*law)]
         tips = self._tips.get(part, ())
-        self._tips[part] = [tip.add_draft(*drawn, part) for tip, *drawn in zip(tips, token_ids, laws)]
+        self._tips[part] = [tip.add_draft(token_id, own, part) for tip, token_id, own in zip(tips, token_ids, laws)]
