@@ -2,6 +2,8 @@
 
 import pytest
 
+from vllm_ssd.config import AUTO_BRANCHES
+
 from .conftest import models_script
 from .engine import DRAFT, PROMPT_SETS, EngineProcess, check_same_tokens, prompts, requests_for, saguaro
 
@@ -38,6 +40,21 @@ def test_random_draft(random_draft, slow_target, baseline):
         totals = totals_of(engine, requests, baseline.generate(requests))
     assert totals["drafted_tokens"] > 50
     assert totals["accepted_tokens"] < 0.1 * totals["drafted_tokens"]
+
+
+def test_prompts_of_others_bring_wider_trees(slow_target, baseline):
+    """While long prompts delay the verification, the draft idles, or what it adds spoils the text."""
+    alone = requests_for(SOME_PROMPTS[:1], {**GREEDY, "max_tokens": 48})
+    others = requests_for(
+        [" ".join(SOME_PROMPTS[i:] + SOME_PROMPTS[:i])[:1200] for i in range(6)],
+        {"temperature": 0, "max_tokens": 1, "extra_args": {"saguaro": False}},  # no trees of their own
+    )
+    crowd = [*alone, *(dict(request, id=f"other{i}", arrive=4 + i) for i, request in enumerate(others))]
+    with EngineProcess(saguaro(DRAFT, 4, fallback="none"), model=slow_target) as engine:
+        usual = totals_of(engine, alone, baseline.generate(alone))
+        delayed = totals_of(engine, crowd, baseline.generate(crowd))
+    assert 0 < usual["branches"] <= AUTO_BRANCHES * (usual["rounds"] + 1)
+    assert delayed["branches"] - usual["branches"] > 4 * AUTO_BRANCHES
 
 
 @pytest.mark.parametrize(

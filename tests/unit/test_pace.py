@@ -46,39 +46,37 @@ def test_the_widest_tree_that_fits(clock: Clock, sequences: int, verify_ms: int)
     pace = measured()
     pace.begin_round(1e-3 * verify_ms, clock.now)
     depth = 4
-    width, steps = pace.size(sequences, depth)
+    width = pace.width(sequences, depth)
     left = pace.share * 1e-3 * verify_ms
-    if width < AUTO_BRANCHES and steps == depth:
-        assert width == 1 or steps * step_seconds(width * sequences) <= left
+    if width < AUTO_BRANCHES:
+        assert width == 1 or depth * step_seconds(width * sequences) <= left
         wider = _WIDTHS[_WIDTHS.index(width) + 1]
-        assert steps * step_seconds(wider * sequences) > left
-    if steps < depth:
-        assert width == 1
-        assert (steps + 1) * step_seconds(sequences) > left
+        assert depth * step_seconds(wider * sequences) > left
     if verify_ms == 60 and sequences == 1:  # time enough
-        assert (width, steps) == (AUTO_BRANCHES, depth)
+        assert width == AUTO_BRANCHES
 
 
 def test_what_is_spent_counts(clock: Clock) -> None:
     """A late glue does not narrow the tree."""
     pace = measured()
     pace.begin_round(20e-3, clock.now)
-    at_once, _ = pace.size(1, 4)
+    at_once = pace.width(1, 4)
     clock.now += 4e-3
-    later, _ = pace.size(1, 4)
+    later = pace.width(1, 4)
     assert 1 < later < at_once
     pace.restart_clock()
-    assert pace.size(1, 4) == (at_once, 4)
+    assert pace.width(1, 4) == at_once
     pace.begin_round(20e-3, clock.now - 4e-3, observe=False)  # it came while a step was under way
-    assert pace.size(1, 4) == (later, 4)
+    assert pace.width(1, 4) == later
 
 
 def test_a_fixed_width_is_kept(clock: Clock) -> None:
     """A number given by the user shrinks."""
     pace = measured(50)
     pace.begin_round(5e-3, clock.now)
-    assert pace.size(8, 4) == (50, 4)
+    assert pace.width(8, 4) == 50
     clock.now += 1.0
+    assert pace.branches_on_time(50, 3) == 50 and pace.lets_step()
     assert not pace.overdue
 
 
@@ -86,8 +84,8 @@ def test_nothing_known_takes_a_usual_width(clock: Clock) -> None:
     """Without measurements the tree is empty or huge."""
     pace = Pace("auto")
     pace.begin_round(0.0, clock.now)
-    width, depth = pace.size(4, 3)
-    assert (8 <= width <= AUTO_BRANCHES, depth) == (True, 3)
+    assert 8 <= pace.width(4, 3) <= AUTO_BRANCHES
+    assert pace.branches_on_time(9, 3) == 9 and pace.lets_step()
     assert pace.branches_of_one_more_step(9) == 9
     assert not pace.overdue
 
@@ -101,6 +99,37 @@ def test_one_more_step_takes_what_there_is_time_for(clock: Clock) -> None:
     assert pace.branches_of_one_more_step(30) == 6
     clock.now += 2e-3
     assert pace.branches_of_one_more_step(30) == 0
+
+
+def test_a_tree_that_gets_late_goes_on_narrower(clock: Clock) -> None:
+    """After a slow step all branches come late, though some could be on time."""
+    pace = measured()
+    pace.begin_round(20e-3, clock.now)
+    planned = pace.width(1, 4)
+    assert 1 < pace.branches_on_time(planned, 4) <= planned
+    clock.now += step_seconds(planned)
+    assert pace.branches_on_time(planned, 3) == planned  # all went as planned
+    clock.now += 6e-3
+    narrower = pace.branches_on_time(planned, 3)
+    assert 1 <= narrower < planned
+    clock.now += 8e-3
+    assert pace.branches_on_time(planned, 3) == 1  # too late for any
+    clock.now += 10e-3
+    assert pace.branches_on_time(planned, 3) == planned  # nobody knows how long it still takes
+
+
+def test_a_step_that_cannot_be_over_in_time_is_not_begun(clock: Clock) -> None:
+    """The outcome finds the draft at work for nothing."""
+    pace = measured()
+    pace.begin_round(20e-3, clock.now)
+    clock.now += 20e-3 - 1.1 * step_seconds(1)
+    assert pace.lets_step()
+    clock.now += 0.2 * step_seconds(1)
+    assert not pace.lets_step()
+    clock.now += 12e-3
+    assert pace.overdue
+    pace.extend()
+    assert pace.lets_step()
 
 
 def test_overdue(clock: Clock) -> None:
@@ -123,11 +152,12 @@ def test_late_trees_are_rare_and_little_time_is_idle(
 ) -> None:
     """Times that vary make many trees late, or make all trees small."""
     pace, generator = measured(), random.Random(0)
-    late, used = [], []
+    late, used, kept = [], [], []
     for _ in range(3000):
         pace.begin_round(20e-3, clock.now)
-        width, depth = pace.size(1, 4)
-        for _ in range(depth):
+        width = planned = pace.width(1, 4)
+        for steps in (4, 3, 2, 1):
+            width = pace.branches_on_time(width, steps)
             seconds = step_seconds(width) * generator.gauss(1.0, step_deviation)
             clock.now += seconds
             pace.observe_step(width, seconds)
@@ -135,8 +165,10 @@ def test_late_trees_are_rare_and_little_time_is_idle(
         spent, verify = clock.now - pace._began, 20e-3 * generator.gauss(1.04, verify_deviation)
         late.append(spent > verify)
         used.append(spent / 20e-3)
+        kept.append(width / planned)
         clock.now += max(verify - spent, 0.0)
     assert sum(late[500:]) / 2500 < 0.1
+    assert sum(kept[500:]) / 2500 > 0.75
     assert sum(used[500:]) / 2500 > 0.8 - 2 * max(verify_deviation, step_deviation)  # widths are coarse
 
 

@@ -21,7 +21,7 @@ from vllm_ssd.messages import Branches, Growth, Outcome, Push, Round, Start, pac
 DRAFT = str(Path(__file__).parents[1] / "data" / "models" / "draft")
 CORE = max(os.sched_getaffinity(0))
 LIMITS = {"vocab_size": 4096, "max_num_seqs": 2, "max_model_len": 256}
-PATIENCE = 60.0  # seconds; nothing here takes so long unless it never happens
+PATIENCE = 180.0  # seconds; nothing here takes so long unless it never happens
 TARGETS_OWN = {"OMP_PLACES": "{0}", "KMP_AFFINITY": "none", "OMP_NUM_THREADS": "77", "GOMP_CPU_AFFINITY": "0"}
 
 # A target in a process of its own: starts a draft, says where it is, and waits to be killed.

@@ -29,7 +29,7 @@ from .scripted import VOCABULARY, ContextModel
 MODELS = Path(__file__).parents[1] / "data" / "models"
 IDENTITY = Identity("a model", "a vocabulary", VOCABULARY)
 SERVED = Served(IDENTITY, VOCABULARY, 1000, "cpu", "float32", max_targets=3)
-PATIENCE = 30.0
+PATIENCE = 120.0  # seconds; nothing here takes so long unless it never happens
 
 
 def wait_for(what: Callable[[], object], seconds: float = PATIENCE) -> None:

@@ -1,5 +1,6 @@
 """One forward of the draft: a flat batch of tokens of several sequences."""
 
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import cached_property
@@ -7,8 +8,29 @@ from functools import cached_property
 import numpy as np
 import torch
 
-_WIDTH_STEP = 64
-"""Columns come in multiples of this: oneDNN compiles a kernel for every new shape, for milliseconds."""
+# oneDNN compiles a kernel for every new shape, for milliseconds: rows and columns come in few numbers.
+USUAL_ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+_COLUMN_STEP = 64
+
+
+def padded_rows(count: int) -> int:
+    """The least usual number of rows that holds `count`."""
+    most = USUAL_ROWS[-1]
+    return next((rows for rows in USUAL_ROWS if rows >= count), -(-count // most) * most)
+
+
+def padded_columns(count: int) -> int:
+    """The least usual number of columns that holds `count`: at least eight of them to a power of two."""
+    step = max(_COLUMN_STEP, 1 << max((count - 1).bit_length() - 4, 0))
+    return -(-count // step) * step
+
+
+def usual_columns(most: int) -> Iterator[int]:
+    """All usual numbers of columns up to the one that holds `most`."""
+    columns = 0
+    while columns < most:
+        columns = padded_columns(columns + 1)
+        yield columns
 
 
 @dataclass
@@ -62,7 +84,7 @@ class FlatBatch:
 
     @cached_property
     def padded_rows(self) -> torch.Tensor | None:
-        """[T] int64: token -> b * N + n; None for one group."""
+        """[T] int64: token -> b * N + n; None for one group of N tokens."""
         return _send(self._host[3], self.device)
 
     @cached_property
@@ -89,18 +111,18 @@ def _send(array: np.ndarray | None, device: torch.device) -> torch.Tensor | None
 
 
 def _padded(groups: Seq[Group]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]:
-    rows = max(len(g.token_ids) for g in groups)
-    width = max(len(g.columns) for g in groups)
-    width = -(-width // _WIDTH_STEP) * _WIDTH_STEP
+    most = max(len(g.token_ids) for g in groups)
+    rows = padded_rows(most)
+    width = padded_columns(max(len(g.columns) for g in groups))
     columns = np.zeros((len(groups), width), dtype=np.int64)
     column_positions = np.zeros((len(groups), width), dtype=np.int64)
     mask = np.zeros((len(groups), rows, width), dtype=bool)
-    padded_rows = []
+    places = []
     for b, group in enumerate(groups):
         count, size = group.mask.shape
         columns[b, :size] = group.columns
         column_positions[b, :size] = group.column_positions
         mask[b, :count, :size] = group.mask
         mask[b, count:, 0] = True  # a row that attends to nothing would be NaN
-        padded_rows.append(np.arange(b * rows, b * rows + count))
-    return columns, column_positions, mask, None if len(groups) == 1 else np.concatenate(padded_rows)
+        places.append(np.arange(b * rows, b * rows + count))
+    return columns, column_positions, mask, None if len(groups) == 1 and rows == most else np.concatenate(places)

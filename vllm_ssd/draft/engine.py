@@ -206,6 +206,8 @@ class DraftEngine:
             yield from self._tree_step(growing)
         elif prefill:
             yield from self._prefill(prefill[0], self.prefill_seconds)
+        elif self._pace.overdue and self._unfinished():
+            self._pace.extend()
         elif self._pace.overdue and (extensible := self._extensible()):
             self._pace.extend()
             self._fork(extensible)
@@ -238,6 +240,7 @@ class DraftEngine:
     def _work(self):
         """Sort the sequences by what they need: (glue, JIT, tree steps, prefill, fork)."""
         glue, waiting, growing, prefill, forks = [], [], [], [], []
+        lets_step = self._pace.lets_step()
         for sequence in self._sequences:
             if not sequence.fork_due and not sequence.wanted and not sequence.steps_left:
                 continue
@@ -251,10 +254,14 @@ class DraftEngine:
                 glue.append(sequence)
             elif sequence.fork_due:
                 forks.append(sequence)
-            elif sequence.steps_left:
+            elif sequence.steps_left == 1 or (sequence.steps_left and lets_step):
                 growing.append(sequence)
         prefill.sort(key=lambda s: -s.last_round)
         return glue, waiting, growing, prefill, forks
+
+    def _unfinished(self) -> list[Sequence]:
+        """Sequences whose trees rest before they are full."""
+        return [sequence for sequence in self._sequences if sequence.steps_left > 1]
 
     def _extensible(self) -> list[Sequence]:
         """Sequences whose trees are done and may get another wave once the verification is overdue."""
@@ -266,7 +273,7 @@ class DraftEngine:
 
     def seconds_until_overdue(self) -> float:
         """How long to wait for an outcome before there is work again; infinite if there will be none."""
-        return self._pace.seconds_until_overdue() if self._extensible() else math.inf
+        return self._pace.seconds_until_overdue() if self._unfinished() or self._extensible() else math.inf
 
     def _prefill(self, sequence: Sequence, seconds: float) -> Forwards:
         """One chunk of a prompt, of about this length in time."""
@@ -335,7 +342,8 @@ class DraftEngine:
     def _fork(self, sequences: list[Sequence]) -> None:
         """Hang a wave of branches: at row j the top candidates without the trunk's own next token."""
         self._forecast.learn()
-        width, depth = self._pace.size(len(sequences), max(self._depth, 1))
+        depth = max(self._depth, 1)
+        width = self._pace.width(len(sequences), depth)
         self._latest_size = (width, depth)
         for sequence in sequences:
             sequence.fork_due = False
@@ -379,7 +387,14 @@ class DraftEngine:
         self._pace.observe_step(len(tips), seconds)
 
     def _growing_branches(self, sequences: list[Sequence]) -> list[tuple[Sequence, int]]:
-        """How many of each wave's branches grow now: all, in the optional last step those there is time for."""
+        """How many of each wave's branches grow now: those that there is time for.
+
+        The optional last step leaves some out; before it, branches that would be late grow no more.
+        """
+        for sequence in sequences:
+            if sequence.steps_left > 1:
+                on_time = self._pace.branches_on_time(len(sequence.wave) * len(sequences), sequence.steps_left - 1)
+                del sequence.wave[max(on_time // len(sequences), 1) :]
         last = [sequence for sequence in sequences if sequence.steps_left == 1]
         most = self._pace.branches_of_one_more_step(sum(len(sequence.wave) for sequence in last))
         growing = []

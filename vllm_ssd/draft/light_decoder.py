@@ -4,8 +4,8 @@ It reads the weights of a model that `transformers` loaded, joins q|k|v and gate
 lays them out once for oneDNN. Where the model is not exactly pre-norm RMSNorm, rotary GQA and
 SwiGLU, `try_build` returns None and the general path is taken.
 
-Shapes: T tokens, B groups of at most N tokens, S columns, V vocabulary, D hidden size, H query
-heads, G key/value heads, E head size.
+Shapes: T tokens, P >= T rows that the projections run on, B groups of at most N tokens, S columns,
+V vocabulary, D hidden size, H query heads, G key/value heads, E head size.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from vllm_ssd.draft.batch import FlatBatch
+from vllm_ssd.draft.batch import FlatBatch, padded_rows
 from vllm_ssd.draft.pool_attention import pad_rows
 
 _MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
@@ -48,14 +48,20 @@ class LightDecoder:
 
     def forward(self, batch: FlatBatch, pools: Sequence[Tensor]) -> Tensor:
         """Logits of the wanted rows, [R, V]. `pools`: [2 * G, num_slots, E] for each layer, written."""
-        cos, sin = self._rotary.index_select(0, batch.positions).unsqueeze(2).unbind(1)
+        cos, sin = self._rotary.index_select(0, _padded(batch.positions)).unsqueeze(2).unbind(1)
         attend = _Attend(batch, cos, sin, self._bias(batch.mask))
-        hidden = F.embedding(batch.token_ids, self._embedding)
+        hidden = F.embedding(_padded(batch.token_ids), self._embedding)
         for layer, pool in zip(self._layers, pools):
             hidden = layer(hidden, pool, attend)
-        if batch.logit_rows is not None:
-            hidden = hidden.index_select(0, batch.logit_rows)
-        return self._head(self._norm(hidden))
+        if batch.logit_rows is None:
+            return self._head(self._norm(hidden))[: len(batch.token_ids)]
+        hidden = hidden.index_select(0, _padded(batch.logit_rows))
+        return self._head(self._norm(hidden))[: len(batch.logit_rows)]
+
+    def warm_up_attention(self, batch: FlatBatch, pool: Tensor) -> None:
+        """Run what is compiled for each shape of a batch beside the projections. `pool`: that of any layer, read."""
+        queries = pool.new_zeros(len(batch.token_ids), self._num_heads, pool.shape[2])
+        self._layers[0].mix(queries, pool, batch, self._bias(batch.mask))
 
     def _bias(self, mask: Tensor) -> Tensor:
         """bool [B, N, S] → additive [G * B, (H / G) * N, S]; its floor is finite, so no row is NaN."""
@@ -73,8 +79,8 @@ class _Attend:
     """What every layer needs of one forward."""
 
     batch: FlatBatch
-    cos: Tensor  # [T, 1, E]
-    sin: Tensor  # [T, 1, E], the first half negated
+    cos: Tensor  # [P, 1, E]
+    sin: Tensor  # [P, 1, E], the first half negated
     bias: Tensor  # [G * B, (H / G) * N, S], additive
 
 
@@ -95,15 +101,16 @@ class _Layer:
         self._down = _join([mlp.down_proj])
 
     def __call__(self, hidden: Tensor, pool: Tensor, attend: _Attend) -> Tensor:
-        """hidden [T, D], updated in place; pool [2 * G, num_slots, E], written."""
+        """hidden [P, D], updated in place; pool [2 * G, num_slots, E], written."""
         qkv = self._project(self._attention_norm(hidden), attend)
-        pool.index_copy_(1, attend.batch.slots, qkv[:, self._num_heads :].transpose(0, 1))
-        hidden.add_(self._out(self._mix(qkv[:, : self._num_heads], pool, attend)))
+        tokens = qkv[: len(attend.batch.token_ids)]
+        pool.index_copy_(1, attend.batch.slots, tokens[:, self._num_heads :].transpose(0, 1))
+        hidden.add_(self._out(_padded(self.mix(tokens[:, : self._num_heads], pool, attend.batch, attend.bias))))
         gate, up = self._gate_up(self._mlp_norm(hidden)).chunk(2, dim=-1)
         return hidden.add_(self._down(F.silu(gate).mul_(up)))
 
     def _project(self, normed: Tensor, attend: _Attend) -> Tensor:
-        """[T, D] → [T, H + 2 * G, E]; queries and keys are rotated."""
+        """[P, D] → [P, H + 2 * G, E]; queries and keys are rotated."""
         qkv = self._qkv(normed).unflatten(-1, (-1, self._head_dim))
         rotary = qkv[:, : self._num_heads + self._num_kv_heads]
         if self._head_norm is not None:
@@ -112,19 +119,25 @@ class _Layer:
         rotary.mul_(attend.cos).addcmul_(swapped, attend.sin)
         return qkv
 
-    def _mix(self, queries: Tensor, pool: Tensor, attend: _Attend) -> Tensor:
+    def mix(self, queries: Tensor, pool: Tensor, batch: FlatBatch, bias: Tensor) -> Tensor:
         """[T, H, E] → [T, H * E]. Query heads that share a KV head are rows of one matmul."""
-        batch, groups = attend.batch, self._num_kv_heads
+        groups = self._num_kv_heads
         size, tokens = batch.mask.shape[:2]
         gathered = pool.index_select(1, batch.columns.flatten())
         keys, values = gathered.view(2, groups * size, -1, self._head_dim).unbind(0)
         stacked = pad_rows(queries * self._scaling, batch).unflatten(2, (groups, -1))
         stacked = stacked.permute(2, 0, 3, 1, 4).reshape(groups * size, -1, self._head_dim)
-        scores = torch.baddbmm(attend.bias, stacked, keys.transpose(1, 2))
+        scores = torch.baddbmm(bias, stacked, keys.transpose(1, 2))
         mixed = torch.bmm(scores.softmax(-1), values)
         mixed = mixed.view(groups, size, -1, tokens, self._head_dim).permute(1, 3, 0, 2, 4)
         mixed = mixed.reshape(size * tokens, -1)
         return mixed if batch.padded_rows is None else mixed.index_select(0, batch.padded_rows)
+
+
+def _padded(rows: Tensor) -> Tensor:
+    """[T, ...] → [P, ...], the rest zeros."""
+    missing = padded_rows(len(rows)) - len(rows)
+    return F.pad(rows, (0, 0) * (rows.dim() - 1) + (0, missing)) if missing else rows
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from vllm_ssd.config import SaguaroConfig
 from vllm_ssd.draft import light_decoder, pool_attention
-from vllm_ssd.draft.batch import FlatBatch, Group, flatten
+from vllm_ssd.draft.batch import USUAL_ROWS, FlatBatch, Group, flatten, usual_columns
 
 if TYPE_CHECKING:
     from vllm_ssd.draft.graph_round import GraphRound
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm_ssd.draft")
 
 _FREE_MEMORY_SHARE = {"cpu": 0.1, "cuda": 0.85}
-_WARM_UP_TOKENS = (1, 8)
+_WARM_UP_COLUMNS = 1024  # slots that a row attends to; more are met as they come
 
 
 class DraftModel:
@@ -78,12 +78,17 @@ class DraftModel:
 
             self._decoder = graph_forward.ready(self._decoder, self._pools, self.max_length, self._depth)
         logger.info("draft forward: %s", type(self._decoder).__name__)
+        self._meet_usual_shapes()
+
+    @torch.inference_mode()
+    def _meet_usual_shapes(self) -> None:
+        """Run every shape that one sequence usually comes in: on a CPU, oneDNN compiles a kernel for each."""
         num_slots = self._pools[0].shape[1]
-        for count in _WARM_UP_TOKENS:
-            slots = np.arange(min(count, num_slots))
-            group = Group([0] * len(slots), slots, slots, slots, slots, np.tri(len(slots), dtype=bool))
-            with torch.inference_mode():
-                self.forward(flatten([group], self.device))
+        for rows in filter(num_slots.__ge__, USUAL_ROWS):
+            self.forward(_dummy_batch(rows, 1, self.device))
+            if self.device.type == "cpu" and isinstance(self._decoder, light_decoder.LightDecoder):
+                for columns in usual_columns(min(num_slots, _WARM_UP_COLUMNS)):
+                    self._decoder.warm_up_attention(_dummy_batch(rows, columns, self.device), self._pools[0])
 
     def device_round(self, config: SaguaroConfig, max_sequences: int, max_length: int) -> "GraphRound | None":
         """Buffers and graphs for trees that grow on a GPU; None where the forward is not in graphs.
@@ -100,6 +105,14 @@ class DraftModel:
     def forward(self, batch: FlatBatch) -> torch.Tensor:
         """Write the tokens' KV to their slots; returns logits of the wanted rows, [R, padded vocabulary]."""
         return self._decoder.forward(batch, self._pools)
+
+
+def _dummy_batch(rows: int, columns: int, device: torch.device) -> FlatBatch:
+    """So many tokens that write the first slots, and attend to slot 0."""
+    zeros = np.zeros(columns, dtype=np.int64)
+    slots = np.arange(rows)
+    group = Group([0] * rows, slots, slots, zeros, zeros, np.ones((rows, columns), dtype=bool))
+    return flatten([group], device)
 
 
 def _dtype(setting: str, device: torch.device) -> torch.dtype | str:

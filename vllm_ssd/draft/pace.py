@@ -10,7 +10,8 @@ import time
 from vllm_ssd.config import AUTO_BRANCHES
 from vllm_ssd.statistics import Deviation, LinearTime
 
-_DEVIATIONS = 2.0  # standard deviations of the times that a tree leaves free
+_DEVIATIONS = 2.0  # standard deviations of the times that a tree leaves free when it is planned
+_DEVIATIONS_UNDER_WAY = 0.5  # the same while it grows: what was planned is cut when it gets late, not before
 _LEAST_SHARE = 0.7  # on a restless machine too: narrow trees cost more than late ones
 _SLOW = 0.998  # weight of the past: how the time of a step grows with its tokens hardly changes
 _FAST = 0.95  # how fast the device is now, may
@@ -58,20 +59,31 @@ class Pace:
             self._step_ratio.observe(seconds / self._step_time.seconds(num_tokens))
         self._step_time.observe(num_tokens, seconds)
 
-    def size(self, sequences: int, depth: int) -> tuple[int, int]:
-        """Branches and depth for each of so many trees; a fixed number of branches stays what it is.
+    def width(self, sequences: int, depth: int) -> int:
+        """Branches for each of so many trees of this depth, at least one; a fixed number stays what it is."""
+        if not self._timed or self._fixed is not None:
+            return self._fixed or AUTO_BRANCHES
+        most = self._branches_within(self._seconds_until(_DEVIATIONS) / depth)
+        return max(_usual_width(most // sequences), 1)
 
-        A tree keeps at least one branch and one step: drafts that come late still help a little.
+    def lets_step(self) -> bool:
+        """Whether a step of one branch may be over before the outcome.
+
+        If not, an unfinished tree rests, so that the outcome finds an idle draft, until the verification is
+        overdue. A tree of fixed width goes on.
         """
-        width = self._fixed or AUTO_BRANCHES
-        if not self._timed:
-            return width, depth
-        left = self._seconds_left
-        if self._fixed is None:
-            width = _usual_width(self._branches_within(left / depth) // sequences)
-        if width < 1:
-            return 1, max(min(int(left / self.step_seconds(sequences)), depth), 1)
-        return width, depth
+        return self._fixed is not None or self._extended or self.branches_of_one_more_step(1) > 0
+
+    def branches_on_time(self, num_branches: int, steps: int) -> int:
+        """Of so many branches, those that can take `steps` steps more before the outcome, at least one.
+
+        All, if the width is fixed, or if the time is up: nobody knows then how much is left.
+        """
+        left = self._seconds_until(_DEVIATIONS_UNDER_WAY)
+        if not self._timed or self._fixed is not None or left <= 0.0:
+            return num_branches
+        most = self._branches_within(left / steps)
+        return num_branches if most >= num_branches else max(_usual_width(most), 1)
 
     def branches_of_one_more_step(self, num_branches: int) -> int:
         """Of so many branches, those that one more step may take and be over before the outcome; maybe 0."""
@@ -97,13 +109,16 @@ class Pace:
 
     @property
     def share(self) -> float:
-        """The part of an expected verify that a tree may take."""
-        spread = math.hypot(self._verify_ratio.deviation, self._step_ratio.deviation)
-        return max(self._verify_ratio.mean - _DEVIATIONS * spread, _LEAST_SHARE)
+        """The part of an expected verify that a tree is planned to take."""
+        return self._share(_DEVIATIONS)
 
-    @property
-    def _seconds_left(self) -> float:
-        return self.share * self.verify_seconds - self._elapsed
+    def _share(self, deviations: float) -> float:
+        spread = math.hypot(self._verify_ratio.deviation, self._step_ratio.deviation)
+        return max(self._verify_ratio.mean - deviations * spread, _LEAST_SHARE)
+
+    def _seconds_until(self, deviations: float) -> float:
+        """The time until so many standard deviations before the expected end."""
+        return self._share(deviations) * self.verify_seconds - self._elapsed
 
     @property
     def _elapsed(self) -> float:

@@ -56,7 +56,7 @@ def main() -> int:
     logging.basicConfig(
         level=os.environ.get("VLLM_LOGGING_LEVEL", "INFO").upper(), format=_LOG_FORMAT, datefmt="%m-%d %H:%M:%S"
     )
-    channel = Channel(settings.address, bind=False)
+    channel = Channel(settings.address, bind=False, cores=settings.cores)
     try:
         engine = _load(settings, channel)
         _serve(channel, engine)
