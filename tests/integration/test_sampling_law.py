@@ -3,7 +3,7 @@
 import pytest
 
 from .engine import EngineProcess, saguaro
-from .tiny import LENGTH, P_VALUE, PROMPT, REPETITIVE_PROMPT, VOCAB, Law, p_values
+from .tiny import LENGTH, ONE_TOKEN_PROMPT, P_VALUE, PROMPT, REPETITIVE_PROMPT, VOCAB, Law, p_values
 
 SAMPLES = 2000
 VARIANTS = {
@@ -21,7 +21,7 @@ def laws(tiny_pair):
     return {name: Law(tiny_pair[0], prompt) for name, prompt in PROMPTS.items()}
 
 
-PROMPTS = {"plain": PROMPT, "repetitive": REPETITIVE_PROMPT}
+PROMPTS = {"plain": PROMPT, "repetitive": REPETITIVE_PROMPT, "one token": ONE_TOKEN_PROMPT}
 
 
 def start(tiny_pair, patches=(), **options) -> EngineProcess:
@@ -139,6 +139,24 @@ def test_law_of_mixed_rows_that_join_and_leave(waiting_engine, laws):
     assert all(tokens == greedy for tokens in found[1::2])
     for place in (0, 2):
         check_law(found[place::4], laws["plain"].joint(**kinds[place]), f"mixed rows, {kinds[place]}")
+
+
+def test_law_of_prompts_of_one_token_that_join(waiting_engine, laws):
+    """vLLM gives such a request K placeholder drafts when others are decoding."""
+    requests = sampling_requests(SAMPLES, ONE_TOKEN_PROMPT, temperature=1.0)
+    others = sampling_requests(SAMPLES // 4, PROMPT, temperature=1.0)
+    for place, request in enumerate(requests):
+        request["arrive"] = place // 2
+    for place, request in enumerate(others):
+        request.update(id=f"o{place}", arrive=2 * place)
+        request["params"]["max_tokens"] = 8
+    before = waiting_engine.stats()
+    joined = sorted(requests + others, key=lambda request: request["arrive"])
+    found = dict(zip((request["id"] for request in joined), heads(waiting_engine.generate(joined))))
+    check_law([found[request["id"]] for request in requests], laws["one token"].joint(), "one-token prompts")
+    totals = {key: value - before[key] for key, value in waiting_engine.stats().items()}
+    verified = sum(value for key, value in totals.items() if key.startswith("verified_drafts"))
+    assert 0 < verified <= totals["drafted_tokens"], "drafts are counted that nobody made"
 
 
 @pytest.mark.parametrize("patch", ("flat_q", "q_of_another_row"))

@@ -11,6 +11,7 @@ from scipy import stats
 VOCAB = 16
 LENGTH = 4  # generated tokens whose law is computed: VOCAB ** LENGTH continuations
 PROMPT = [3, 7, 1, 12, 5, 9, 2]
+ONE_TOKEN_PROMPT = [5]
 REPETITIVE_PROMPT = [3, 7, 1, 12] * 5 + [3, 7]
 P_VALUE = 1e-4
 

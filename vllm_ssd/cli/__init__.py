@@ -4,12 +4,12 @@ Each command lives in a module of its own, which is imported only when its turn 
 needs neither torch nor vLLM.
 """
 
-import argparse
 import importlib
 import sys
 from collections.abc import Sequence
 
 from vllm_ssd import __version__
+from vllm_ssd.cli.parser import Parser, parse
 
 _COMMANDS = {
     "advise": "which draft for a target, how many drafts a round, and what it would bring",
@@ -23,17 +23,18 @@ _COMMANDS = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit status. Faults of the user's input end in one sentence, status 2."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    parser = argparse.ArgumentParser(prog="vllm-ssd", description="Speculative speculative decoding for vLLM.")
+    parser = Parser(prog="vllm-ssd", description="Speculative speculative decoding for vLLM.")
     parser.add_argument("--version", action="version", version=f"vllm-ssd {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    adder = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = {}
     chosen = next((word for word in given if not word.startswith("-")), None)
     for name, about in _COMMANDS.items():
-        command = commands.add_parser(name, help=about, description=about[0].upper() + about[1:] + ".")
+        commands[name] = adder.add_parser(name, help=about, description=about[0].upper() + about[1:] + ".")
         if name == chosen:
             module = importlib.import_module(f"vllm_ssd.cli.{name.replace('-', '_')}")
-            module.add_arguments(command)
-            command.set_defaults(run=module.run)
-    args = parser.parse_args(given)
+            module.add_arguments(commands[name])
+            commands[name].set_defaults(run=module.run)
+    args = parse(parser, commands, given)
     try:
         return args.run(args)
     except (ValueError, OSError, ImportError) as error:

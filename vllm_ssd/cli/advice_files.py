@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_ssd.sdsl.advisor import Advice, Assessment
+from vllm_ssd.sdsl.sizes import show_size
 
 
 def as_json(advice: Advice) -> dict[str, Any]:
@@ -21,6 +22,7 @@ def as_json(advice: Advice) -> dict[str, Any]:
         "setting": dataclasses.asdict(advice.setting),
         "best_size": dataclasses.asdict(advice.best_size),
         "rule_applies": advice.rule_applies,
+        "measured": advice.measured,
         "rates": "tokens a second" if timed else "tokens in the time of one verify",
         "drafts": [_assessment_as_json(each) for each in advice.assessments],
         "chosen": advice.chosen and advice.chosen.candidate.name,
@@ -49,11 +51,9 @@ def _points(curve: Any) -> dict[str, list[float]] | None:
 
 
 def plot(advices: Sequence[Advice], path: Path) -> None:
-    """Expected speed over draft size, one panel a batch size. Raises `ValueError` without matplotlib."""
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ValueError("--plot needs matplotlib: pip install 'vllm-ssd[advise]'.") from error
+    """Expected speed over draft size, one panel a batch size; an image as `output.check_image` accepts it."""
+    import matplotlib
+
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
@@ -72,6 +72,7 @@ def plot(advices: Sequence[Advice], path: Path) -> None:
         panel.set_xlabel("draft parameters")
         timed = advice.target.verify_seconds is not None
         panel.set_ylabel("expected tokens/s" if timed else "tokens in the time of a verify")
-        panel.set_title(f"{advice.target.name}, batch {advice.setting.batch}", fontsize="medium")
+        of = f"{advice.target.name}, {show_size(advice.target.params)}"
+        panel.set_title(f"{of}, batch {advice.setting.batch}" if timed else of, fontsize="medium")
         panel.legend(fontsize="small")
     figure.savefig(path, dpi=150)

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from vllm_ssd import simulator
-from vllm_ssd.cli import text
+from vllm_ssd.cli import output, text
+from vllm_ssd.config import MAX_SPECULATIVE_TOKENS
 from vllm_ssd.presets import PRESETS, Preset
 from vllm_ssd.simulator import FALLBACKS, Figures, Scenario
 from vllm_ssd.theory import StepTime
@@ -18,8 +19,8 @@ _SLOWER = 1.5  # draft steps take so much longer, for the same line
 
 
 _HEADING = (
-    ["batch", "none", "SD", "SSD tokens/s", "over SD", "over none", "hits", "late", "waited"]
-    + ["always wait", "never"]  # SSD's tokens/s under the fixed rules
+    ["batch", "none tokens/s", "SD tokens/s", "SSD tokens/s", "over SD", "over none", "hits", "late", "waited"]
+    + ["always waiting tokens/s", "never tokens/s"]  # SSD under the fixed rules
 )
 
 
@@ -34,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="devices over which each tree is split (draft_devices of the configuration): each builds --branches",
     )
     add("--acceptance", type=text.read_share, help="chance that a draft is accepted if those before it were")
-    add("--k", type=text.read_positive, help="drafts a round of SSD")
+    add("--k", type=text.read_positive, help=f"drafts a round of SSD, at most {MAX_SPECULATIVE_TOKENS}")
     add("--sd-k", type=text.read_positive, help="drafts a round of SD")
     add("--branches", type=text.read_positive, help="branches of a row's tree")
     add("--verify-ms", type=float, help="a forward of the target over one token")
@@ -47,6 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    output.check("--json", args.json)
+    if args.k is not None and args.k > MAX_SPECULATIVE_TOKENS:
+        raise ValueError(f"--k is {args.k}; it must be at most {MAX_SPECULATIVE_TOKENS}, as in the engine.")
     names = list(PRESETS) if args.preset == "all" else [args.preset]
     results = {}
     for name in names:
@@ -59,6 +63,7 @@ def run(args: argparse.Namespace) -> int:
         print(found)
     elif args.json:
         args.json.write_text(found + "\n", encoding="utf-8")
+        output.tell([args.json])
     return 0
 
 
@@ -130,20 +135,7 @@ def describe(preset: Preset, scenario: Scenario, result: Result) -> str:
     lines = [f"{preset.about}, inputs{changed}:", *(f"  - {line}" for line in preset.inputs)]
     if changed:
         lines.append(f"  now: {_in_words(scenario)}")
-    heading = [
-        "batch",
-        "none",
-        "SD",
-        "SSD tokens/s",
-        "over SD",
-        "over none",
-        "hits",
-        "late",
-        "waited",
-        "always wait",
-        "never",
-    ]
-    lines.append(text.table(heading, [_row(figures) for figures in result.figures]))
+    lines.append(text.table(_HEADING, [_row(figures) for figures in result.figures]))
     if not changed:
         lines.append(f"published, batch 1: {preset.over_sd}x over SD, {preset.over_none}x over no speculation")
     lines.append(
@@ -180,7 +172,7 @@ def _in_words(scenario: Scenario) -> str:
         f"verify {1e3 * scenario.verify.base:.2f} ms, draft step {1e3 * scenario.draft.base:.2f} ms, "
         f"overhead {1e3 * scenario.overhead:.2f} ms, acceptance {scenario.acceptance:g}, K {scenario.num_drafts} "
         f"(SD {scenario.sd_num_drafts}), {scenario.branches} branches{on_each}, "
-        f"{scenario.draft_devices} draft devices, fallback {scenario.fallback}"
+        f"{text.count(scenario.draft_devices, 'draft device')}, fallback {scenario.fallback}"
     )
 
 

@@ -44,10 +44,15 @@ def read_share(text: str) -> float:
 
 
 def table(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns aligned, the first to the left and the others to the right."""
+    """Columns aligned, the first to the left and the others to the right. Raises `ValueError` for a ragged row."""
     lines = [list(heading), *(list(row) for row in rows)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(heading))]
+    widths = [max(len(cell) for cell in column) for column in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join(cell.rjust(width) if i else cell.ljust(width) for i, (cell, width) in enumerate(zip(line, widths)))
         for line in lines
     )
+
+
+def count(number: int, noun: str) -> str:
+    """(1, "device") → "1 device", (2, "device") → "2 devices"."""
+    return f"{number} {noun}" + ("" if number == 1 else "s")

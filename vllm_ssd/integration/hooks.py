@@ -73,9 +73,16 @@ HOOKS = (
     Hook(
         "vllm.v1.worker.gpu_model_runner",
         "GPUModelRunner.execute_model",
-        "overridden: new prompts go to the draft before the target's forward",
+        "overridden: new prompts go to the draft before the target's forward; placeholder drafts (-1) are taken out",
         _V2,
         ("scheduler_output", "intermediate_tensors"),
+    ),
+    Hook(
+        "vllm.v1.worker.gpu_model_runner",
+        "GPUModelRunner.sample_tokens",
+        "overridden: a grammar's bit masks lose the rows of placeholder drafts",
+        _V2,
+        ("grammar_output",),
     ),
     Hook(
         "vllm.v1.worker.gpu_model_runner",

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from vllm_ssd.integration.placeholders import without_placeholder_rows, without_placeholders
 from vllm_ssd.integration.rejection_sampler import SaguaroRejectionSampler
 
 
@@ -17,8 +18,17 @@ class SaguaroRunner:
 
     def execute_model(self, scheduler_output: Any, intermediate_tensors: Any = None) -> Any:
         """The target's forward; the draft hears of new prompts first."""
+        self._scheduled_drafts = scheduler_output.scheduled_spec_decode_tokens
+        scheduler_output = without_placeholders(scheduler_output)
+        self._kept_drafts = scheduler_output.scheduled_spec_decode_tokens
         self.drafter.begin_step(scheduler_output)
         return super().execute_model(scheduler_output, intermediate_tensors)
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """The rest of the step."""
+        return super().sample_tokens(
+            without_placeholder_rows(grammar_output, self._scheduled_drafts, self._kept_drafts)
+        )
 
     def _sample(self, logits: torch.Tensor | None, spec_decode_metadata: Any) -> Any:
         if spec_decode_metadata is not None and not any(spec_decode_metadata.num_draft_tokens):

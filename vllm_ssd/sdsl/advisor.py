@@ -11,12 +11,14 @@ from dataclasses import dataclass
 from vllm_ssd import theory
 from vllm_ssd.sdsl import scaling_law
 from vllm_ssd.sdsl.scaling_law import CHINCHILLA, PUBLISHED_ACCEPTANCE
+from vllm_ssd.sdsl.sizes import show_size
 from vllm_ssd.theory import Seconds
 
 MOST_DRAFTS = 8  # K up to which is searched, as far as acceptance by position is measured
 BRANCHES = (4, 8, 16, 32)
 _ASSUMED_MISSES = [1.0, *(0.5 / count for count in range(1, 33))]  # 0.5/F, where ranks were not measured
-_SMALL_TARGET = 1e9  # the linear rule was fitted to targets of 13B to 110B
+_SMALL_TARGET = 1e9  # the linear rule was fitted to targets of 13B to 110B, the law of α to such models as well
+_WORTH_IT = 1.02  # times the speed without speculation, from which on a draft is recommended
 
 
 @dataclass(frozen=True)
@@ -91,26 +93,41 @@ class Advice:
     setting: Setting
     best_size: scaling_law.Interval  # by the linear rule
     rule_applies: bool  # the target is within reach of the targets it was fitted to
+    measured: bool  # times and acceptance of all usable drafts; else the laws stand in
     assessments: list[Assessment]
-    chosen: Assessment | None
+    chosen: Assessment | None  # None: no draft fits, or neither measurements nor laws can tell
     sentence: str
+
+    @property
+    def any_fits(self) -> bool:
+        """Whether a draft shares the target's tokenizer."""
+        return any(each.usable for each in self.assessments)
 
 
 def advise(target: Target, candidates: Sequence[Candidate], setting: Setting) -> Advice:
     """Assess every candidate and recommend one, or none. Raises `ValueError` for impossible sizes."""
     best_size = scaling_law.linear_rule(target.params)
+    rule_applies = target.params >= _SMALL_TARGET
     assessments = [assess(target, candidate, setting) for candidate in candidates]
-    usable = [each for each in assessments if each.ssd is not None]
-    chosen = max(usable, key=lambda each: max(each.ssd.rate, each.sd.rate), default=None)
-    return Advice(
-        target,
-        setting,
-        best_size,
-        target.params >= _SMALL_TARGET,
-        assessments,
-        chosen,
-        _sentence(chosen, target, best_size.value if target.params >= _SMALL_TARGET else None),
-    )
+    usable = [each for each in assessments if each.usable]
+    measured = target.verify_seconds is not None and all(_is_measured(each.candidate) for each in usable)
+    best = max(usable, key=lambda each: max(each.ssd.rate, each.sd.rate), default=None)
+    if best is None:
+        sentence = f"None of these drafts fits {target.name}: a draft needs the target's tokenizer."
+    elif measured:
+        sentence = _verdict(best, target, best_size.value if rule_applies else None)
+    elif rule_applies and all(scaling_law.within_reach(each.law_acceptance) for each in usable):
+        sentence = f"{_guess(best, target)}\n{_assumed(target, setting)} {_better(target)}"
+    else:
+        best = None
+        sentence = (
+            f"No recommendation: nothing was measured, and for these models the law of α is a guess. {_better(target)}"
+        )
+    return Advice(target, setting, best_size, rule_applies, measured, assessments, best, sentence)
+
+
+def _is_measured(candidate: Candidate) -> bool:
+    return candidate.step_seconds is not None and candidate.measured_acceptance is not None
 
 
 def assess(target: Target, candidate: Candidate, setting: Setting) -> Assessment:
@@ -205,25 +222,55 @@ def _hit_rate(candidate: Candidate, acceptance: Sequence[float], num_drafts: int
 # ---- words ----
 
 
-def _sentence(chosen: Assessment | None, target: Target, best_size: float | None) -> str:
-    if chosen is None:
-        return f"None of these drafts fits {target.name}: a draft needs the target's tokenizer."
-    gain_sd, gain_ssd = chosen.sd.rate / chosen.none, chosen.ssd.rate / chosen.none
-    if max(gain_sd, gain_ssd) <= 1.02:
+def _verdict(best: Assessment, target: Target, best_size: float | None) -> str:
+    """What to do, after measurements."""
+    gain_sd, gain_ssd = best.sd.rate / best.none, best.ssd.rate / best.none
+    if max(gain_sd, gain_ssd) <= _WORTH_IT:
         return (
-            f"Do not speculate with these drafts: the best of them, {chosen.candidate.name}, would give "
+            f"Do not speculate with these drafts: the best of them, {best.candidate.name}, would give "
             f"{max(gain_sd, gain_ssd):.2f}x of what {target.name} gives alone."
         )
     if gain_ssd < gain_sd:
         return (
-            f"Take {chosen.candidate.name} with plain speculative decoding and {chosen.sd.num_drafts} drafts a round "
+            f"Take {best.candidate.name} with plain speculative decoding and {best.sd.num_drafts} drafts a round "
             f"({gain_sd:.2f}x over none): its trees would be late ({gain_ssd:.2f}x with saguaro)."
         )
     return (
-        f"Take {chosen.candidate.name} with saguaro and num_speculative_tokens {chosen.ssd.num_drafts}: "
+        f"Take {best.candidate.name} with saguaro and num_speculative_tokens {best.ssd.num_drafts}: "
         f"{gain_ssd:.2f}x over no speculation and {gain_ssd / gain_sd:.2f}x over plain speculative decoding are "
-        f"expected, because {_reason(chosen, best_size)}."
+        f"expected, because {_reason(best, best_size)}."
     )
+
+
+def _guess(best: Assessment, target: Target) -> str:
+    """What the laws say where nothing was measured."""
+    gain_sd, gain_ssd = best.sd.rate / best.none, best.ssd.rate / best.none
+    says = f"Not measured. By laws alone {best.candidate.name} would do best"
+    if max(gain_sd, gain_ssd) <= _WORTH_IT:
+        return f"{says}, but with {max(gain_sd, gain_ssd):.2f}x of what {target.name} gives alone: not worth it."
+    if gain_ssd < gain_sd:
+        how = f"plain speculative decoding and {best.sd.num_drafts} drafts a round"
+        return f"{says}, with {how}: {gain_sd:.2f}x over no speculation."
+    return (
+        f"{says}, with saguaro and num_speculative_tokens {best.ssd.num_drafts}: {gain_ssd:.2f}x over no speculation, "
+        f"{gain_ssd / gain_sd:.2f}x over plain speculative decoding."
+    )
+
+
+def _assumed(target: Target, setting: Setting) -> str:
+    perplexities = "perplexities on the text"
+    if target.perplexity is None:
+        perplexities = f"perplexities that Chinchilla's law gives after {show_size(setting.target_tokens)} tokens"
+    devices = "another" if setting.target_devices == 1 else f"{setting.target_devices} more"
+    return (
+        f"Assumed: α by SDSL's law (fitted on HellaSwag, R² 0.60) from {perplexities}; forwards that take as long as "
+        f"reading the weights, the draft's on one device, the target's on {devices} of the kind; F branches miss 0.5/F."
+    )
+
+
+def _better(target: Target) -> str:
+    how = "give the models, with --measure" if target.perplexity is None else "add --measure"
+    return f"To know, {how}, or fit the law to your models first (docs/scaling_law.md)."
 
 
 def _reason(chosen: Assessment, best_size: float | None) -> str:

@@ -36,14 +36,14 @@ def default_text() -> str:
     return resources.files("vllm_ssd.sdsl").joinpath("default_text.txt").read_text(encoding="utf-8")
 
 
-def windows_of(text: str, target: ModelFiles) -> torch.Tensor:
+def windows_of(text: str, target: ModelFiles, called: str = "the text") -> torch.Tensor:
     """The text in the target's tokens: [n, WINDOW] int64, evenly spread where there are many.
 
-    Raises `ValueError` if it is too short.
+    Raises `ValueError` if it is too short, which names it as it is `called`.
     """
     ids = target.tokenizer(text, add_special_tokens=False, verbose=False).input_ids
     if len(ids) < _LEAST_TOKENS:
-        raise ValueError(f"the text has {len(ids)} tokens; at least {_LEAST_TOKENS} are needed, better 5000.")
+        raise ValueError(f"{called} has {len(ids)} tokens; at least {_LEAST_TOKENS} are needed, better 5000.")
     limit = int(target.config.max_position_embeddings)
     if limit < WINDOW + MOST_DRAFTS:
         raise ValueError(f"{target.name!r} has a context of {limit} tokens; {WINDOW + MOST_DRAFTS} are needed.")
@@ -63,7 +63,10 @@ def load(files: ModelFiles) -> Any:
 
     _ = files.num_params  # a folder without weights gets its own sentence
     try:
-        return AutoModelForCausalLM.from_pretrained(files.name, dtype="auto").to(device()).eval()
+        loaded = AutoModelForCausalLM.from_pretrained(
+            files.name, dtype="auto", trust_remote_code=files.trust_remote_code
+        )
+        return loaded.to(device()).eval()
     except Exception as error:
         reason = (str(error).splitlines() or [""])[0]
         raise ValueError(f"{files.name!r} cannot be loaded ({reason}).") from error
@@ -154,11 +157,24 @@ def agreement(
 
 
 def _laws(model: Any, tokens: torch.Tensor, vocab_size: int, temperature: float) -> torch.Tensor:
-    """[n, T] → next-token probabilities [n, T, V]; one-hot argmax at temperature 0."""
-    logits = model(tokens.to(model.device)).logits[..., :vocab_size].float()
+    """[n, T] → next-token probabilities [n, T, V]."""
+    return _law(model(tokens.to(model.device)).logits[..., :vocab_size].float(), temperature)
+
+
+def _law(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    """[..., V] → probabilities [..., V]; one-hot argmax at temperature 0."""
     if temperature == 0.0:
-        return F.one_hot(logits.argmax(-1), vocab_size).float()
+        return F.one_hot(logits.argmax(-1), logits.shape[-1]).float()
     return (logits / temperature).softmax(-1)
+
+
+def _best(logits: torch.Tensor, count: int) -> torch.Tensor:
+    """[T, V] → ids of the best tokens [T, count], the argmax first.
+
+    Logits in bfloat16 are often equal, and topk alone breaks ties in another way than argmax, by which greedy
+    targets and drafts choose.
+    """
+    return logits.scatter(-1, logits.argmax(-1, keepdim=True), torch.inf).topk(count, dim=-1).indices
 
 
 def _on_windows(
@@ -166,11 +182,8 @@ def _on_windows(
 ) -> dict[str, Any]:
     p = _laws(target, windows, vocab_size, temperature)[:, skip:].flatten(0, 1)  # [T, V]
     logits = draft(windows.to(draft.device)).logits[:, skip:, :vocab_size].float().flatten(0, 1)
-    best = logits.topk(min(MOST_BRANCHES + 1, vocab_size), dim=-1).indices  # [T, F + 1]
-    if temperature == 0.0:
-        q = F.one_hot(best[:, 0], vocab_size).float()
-    else:
-        q = (logits / temperature).softmax(-1)
+    best = _best(logits, min(MOST_BRANCHES + 1, vocab_size))  # [T, F + 1]
+    q = _law(logits, temperature)
     # α = Σ min(p, q); what is left of p, (p − q)+, is the law of the recovery token.
     accepted = torch.minimum(p, q).sum(-1)
     residual = (p - q).clamp_(min=0.0)
@@ -203,17 +216,23 @@ def _weighted(rates: Sequence[Sequence[float]], weights: np.ndarray) -> list[flo
 def _chain_acceptance(
     target: Any, draft: Any, contexts: torch.Tensor, vocab_size: int, temperature: float
 ) -> list[float]:
-    """Let the draft go on from contexts [n, C] by MOST_DRAFTS tokens; how often is the i-th accepted?"""
+    """Let the draft go on from contexts [n, C] by MOST_DRAFTS tokens; how often is the i-th accepted?
+
+    Chains are followed as far as what was drafted is accepted; at each position reached counts α = Σ min(p, q),
+    the chance that whatever the draft says there is accepted.
+    """
     tokens = _go_on(draft, contexts, MOST_DRAFTS, temperature)
-    chances = []
+    chances, followed = [], []
     for part in tokens.split(16):
         drafted = part[:, contexts.shape[1] :].clamp(max=vocab_size - 1)[..., None]  # [n, K, 1]
         rows = slice(contexts.shape[1] - 1, -1)
-        p = _laws(target, part, vocab_size, temperature)[:, rows].gather(-1, drafted.to(target.device))[..., 0]
-        q = _laws(draft, part, vocab_size, temperature)[:, rows].gather(-1, drafted)[..., 0]
-        chances.append((p / q.to(p.device).clamp(min=1e-12)).clamp(max=1.0))
-    accepted = torch.cat(chances).cpu()  # [n, K]
-    reached = torch.cat([torch.ones_like(accepted[:, :1]), accepted[:, :-1]], dim=1).cumprod(1)
+        p = _laws(target, part, vocab_size, temperature)[:, rows]  # [n, K, V]
+        q = _laws(draft, part, vocab_size, temperature)[:, rows]
+        chances.append(torch.minimum(p, q).sum(-1))
+        p, q = p.gather(-1, drafted)[..., 0], q.gather(-1, drafted)[..., 0]
+        followed.append((p / q.clamp(min=1e-12)).clamp(max=1.0))
+    accepted, followed = torch.cat(chances).cpu(), torch.cat(followed).cpu()  # [n, K]
+    reached = torch.cat([torch.ones_like(followed[:, :1]), followed[:, :-1]], dim=1).cumprod(1)
     totals = reached.sum(0)
     rates = (reached * accepted).sum(0) / totals.clamp(min=1e-12)
     # Where hardly a chain arrives, the rate over all positions stands in.

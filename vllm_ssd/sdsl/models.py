@@ -5,6 +5,7 @@ Every refusal is one `ValueError` sentence that names the model.
 
 import json
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +19,8 @@ class ModelFiles:
     """A model of transformers, as a local folder or a name on the hub."""
 
     name: str
+    trust_remote_code: bool = False
+    """Whether it may run code from its repository."""
 
     @property
     def folder(self) -> Path | None:
@@ -25,10 +28,9 @@ class ModelFiles:
         path = Path(self.name).expanduser()
         return path if path.is_dir() else None
 
-    @property
-    def label(self) -> str:
-        """What a table calls it."""
-        return self.folder.resolve().name if self.folder else self.name
+    def label_of(self, depth: int) -> str:
+        """The last `depth` parts of its path."""
+        return str(Path(*self.folder.absolute().parts[-depth:])) if self.folder else self.name
 
     @cached_property
     def config(self) -> Any:
@@ -39,7 +41,8 @@ class ModelFiles:
         if self.folder is None and looks_local:
             raise ValueError(f"{self.name!r} is no folder; give the folder of a transformers model, or its hub name.")
         try:
-            return AutoConfig.from_pretrained(self.name).get_text_config()
+            found = AutoConfig.from_pretrained(self.name, trust_remote_code=self.trust_remote_code)
+            return found.get_text_config()
         except Exception as error:  # transformers raises many kinds
             raise ValueError(
                 f"{self.name!r} has no config that transformers can read ({_first_line(error)})."
@@ -51,7 +54,7 @@ class ModelFiles:
         from transformers import AutoTokenizer
 
         try:
-            return AutoTokenizer.from_pretrained(self.name)
+            return AutoTokenizer.from_pretrained(self.name, trust_remote_code=self.trust_remote_code)
         except Exception as error:
             raise ValueError(f"the tokenizer of {self.name!r} cannot be read ({_first_line(error)}).") from error
 
@@ -71,6 +74,28 @@ class ModelFiles:
     def shares_tokenizer(self, other: "ModelFiles") -> bool:
         """Whether both map the same tokens to the same ids; a padded vocabulary does not matter."""
         return self.tokenizer.get_vocab() == other.tokenizer.get_vocab()
+
+
+def labels(target: ModelFiles, drafts: Sequence[ModelFiles]) -> list[str]:
+    """What a table calls the target and each draft: their folders' names, with as much of the path as tells them apart.
+
+    Raises `ValueError` for a draft that is given twice.
+    """
+    places = [files.folder.resolve() if files.folder else files.name for files in (target, *drafts)]
+    twice = [files.name for i, files in enumerate(drafts, start=1) if places[i] in places[1:i]]
+    if twice:
+        raise ValueError(f"the draft {twice[0]!r} is given twice; give each once.")
+    found = [_label(files, [target, *drafts]) for files in (target, *drafts)]
+    return [found[0], *(f"{name} (itself)" if name == found[0] else name for name in found[1:])]
+
+
+def _label(files: ModelFiles, all_files: Sequence[ModelFiles]) -> str:
+    for depth in range(1, len(Path(files.name).absolute().parts) + 1):
+        label = files.label_of(depth)
+        others = [other for other in all_files if other.folder != files.folder or other.name != files.name]
+        if label not in [other.label_of(depth) for other in others]:
+            break
+    return label
 
 
 def num_params_on_disk(name: str) -> int | None:

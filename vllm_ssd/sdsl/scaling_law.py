@@ -56,6 +56,11 @@ PUBLISHED_ACCEPTANCE = AcceptanceLaw(draft=-0.0067, target=0.01297, constant=0.6
 On other text it is an extrapolation."""
 
 
+def within_reach(acceptance: float) -> bool:
+    """Whether an affine law gave this α, rather than an end of what it may say."""
+    return 0.0 < acceptance < _MOST_ACCEPTANCE
+
+
 @dataclass(frozen=True)
 class AcceptanceFit:
     """An acceptance law fitted to measured pairs, and how well it fits."""

@@ -36,7 +36,9 @@ class TimeCurve:
         return float(np.interp(load, self.loads, self.seconds))
 
 
-def measure(name: str, device: torch.device, dtype: str, loads: Sequence[int]) -> TimeCurve:
+def measure(
+    name: str, device: torch.device, dtype: str, loads: Sequence[int], trust_remote_code: bool = False
+) -> TimeCurve:
     """Time forwards of `loads` tokens, each a row of its own after a context.
 
     The quickest of some repeats counts: other work on the machine only ever adds time.
@@ -44,7 +46,7 @@ def measure(name: str, device: torch.device, dtype: str, loads: Sequence[int]) -
     Raises `ValueError` if the model cannot run in the draft server's code.
     """
     loads = sorted(set(loads))
-    config = SaguaroConfig(model=name, num_speculative_tokens=1, draft_dtype=dtype)
+    config = SaguaroConfig(model=name, num_speculative_tokens=1, draft_dtype=dtype, trust_remote_code=trust_remote_code)
     try:
         model = DraftModel(config, device, vocab_size=1 << 30)
         model.allocate_kv_cache(None, most_useful=_CONTEXT + loads[-1])
