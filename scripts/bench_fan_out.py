@@ -8,6 +8,9 @@ The target answers the prompts once, greedily and without speculation. Then its 
 replayed as verifications of the draft's own drafts: at each, every fan-out lays its bets before
 the outcome is shown to it. No time is measured, so the figures do not depend on the machine.
 
+With `--parts N` the bets are also shared out among N drafts, as with the option `draft_devices`: each lays
+its part of the branches on outcomes of its own class.
+
 "hindsight" is the best that fixed (position, rank) cells can do: the cells that came out most
 often, chosen after all outcomes are known.
 """
@@ -51,22 +54,19 @@ def target_answers(args: argparse.Namespace, prompts: list[str]) -> list[tuple[l
 
 def replay(args: argparse.Namespace, answers: list[tuple[list[int], list[int]]]) -> list[dict[str, Any]]:
     """A row for each fan-out and number of branches."""
-    from vllm_ssd.config import SaguaroConfig
-    from vllm_ssd.draft.forecast import Forecast
-
     forecasts = {
-        (name, branches): Forecast(SaguaroConfig(args.draft, args.k, tree_budget=branches, fan_out=name))
-        for name, branches in itertools.product(FAN_OUTS, args.branches)
+        (name, branches): Bets(args, name, branches, 1) for name, branches in itertools.product(FAN_OUTS, args.branches)
     }
+    for parts, branches in itertools.product(args.parts, args.branches):
+        forecasts[f"measured/{parts}", branches] = Bets(args, "measured", branches, parts)
     foreseen: collections.Counter[tuple[str, int]] = collections.Counter()
     cells: collections.Counter[tuple[int, int]] = collections.Counter()
     lookups = emitted_tokens = 0
     for sequence, emitted in verifications(args, answers):
         outcome = (len(emitted) - 1, emitted[-1])
-        for key, forecast in forecasts.items():
-            foreseen[key] += outcome in forecast.outcomes(sequence, key[1])
-            forecast.remember(sequence, emitted)
-            forecast.learn()
+        for key, bets in forecasts.items():
+            foreseen[key] += bets.hold(sequence, outcome)
+            bets.learn(sequence, emitted)
         if (rank := rank_of(sequence, *outcome)) is not None:
             cells[outcome[0], rank] += 1
         lookups += 1
@@ -76,6 +76,28 @@ def replay(args: argparse.Namespace, answers: list[tuple[list[int], list[int]]])
     found += [{"fan_out": "hindsight", "branches": n, "hits": sum(best[:n])} for n in args.branches]
     common = {"k": args.k, "lookups": lookups, "tokens_per_round": emitted_tokens / lookups}
     return [{**row, "hit_rate": row["hits"] / lookups, **common} for row in found]
+
+
+class Bets:
+    """The bets of one draft, or of several that share them."""
+
+    def __init__(self, args: argparse.Namespace, fan_out: str, branches: int, parts: int) -> None:
+        from vllm_ssd.config import SaguaroConfig
+        from vllm_ssd.draft.forecast import Forecast, Part
+
+        self._each = branches // parts
+        config = SaguaroConfig(args.draft, args.k, tree_budget=self._each, fan_out=fan_out)
+        self._forecasts = [Forecast(config, Part(index, parts)) for index in range(parts)]
+
+    def hold(self, sequence: Any, outcome: tuple[int, int]) -> bool:
+        """Whether an outcome is among them."""
+        return any(outcome in forecast.outcomes(sequence, self._each) for forecast in self._forecasts)
+
+    def learn(self, sequence: Any, emitted: list[int]) -> None:
+        """What the verification emitted."""
+        for forecast in self._forecasts:
+            forecast.remember(sequence, emitted)
+            forecast.learn()
 
 
 def verifications(args: argparse.Namespace, answers: list[tuple[list[int], list[int]]]) -> Iterator[tuple[Any, list]]:
@@ -166,6 +188,7 @@ def parse_args() -> argparse.Namespace:
     add("--limit", type=int, help="use the first N prompts")
     add("--k", type=int, default=5, help="speculative tokens")
     add("--branches", type=int, nargs="+", default=[4, 8, 16, 24, 32])
+    add("--parts", type=int, nargs="*", default=[], help="numbers of drafts that share the branches")
     add("--max-tokens", type=int, default=96)
     add("--max-model-len", type=int, default=1024)
     add("--vocab-size", type=int, default=0, help="token ids from here on are padding (0: above all that occur)")

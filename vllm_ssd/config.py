@@ -38,10 +38,12 @@ class SaguaroConfig:
 
     draft_device: str = "auto"
     """Where the draft runs: "auto", "cuda:1", "cpu:1" or "cpu:2-5" (CPU cores to pin it to)."""
+    draft_devices: tuple[str, ...] | None = None
+    """Instead of `draft_device`: two or more, each for a draft that builds a part of every tree."""
     draft_dtype: str = "auto"
     """Weights and KV cache of the draft: "auto", "float32", "bfloat16" or "float16"."""
     draft_kv_cache_memory_bytes: int | None = None
-    """Size of the draft's KV cache; None takes a share of its device's free memory."""
+    """Size of the draft's KV cache (of each draft's); None takes a share of its device's free memory."""
     draft_start_timeout: float = 600.0
     """Seconds to wait for the draft to load before the start is given up."""
 
@@ -52,8 +54,8 @@ class SaguaroConfig:
     """Folder with the keys for that address (`vllm-ssd keygen`); needed unless it is on this machine."""
 
     tree_budget: int | str = "auto"
-    """Branches the draft builds for a request in a round; "auto": as many as the measured verify leaves
-    time for, and more while a verify is delayed."""
+    """Branches the draft (each draft) builds for a request in a round; "auto": as many as the measured
+    verify leaves time for, and more while a verify is delayed."""
     fan_out: str | tuple[int, ...] = "measured"
     """How branches are spread over the K+1 positions where a verification may stop: "measured"
     (the most probable outcomes by the row's own draft probabilities, their sharpness measured),
@@ -78,13 +80,19 @@ class SaguaroConfig:
     """Whether to say once, in one log line, that the draft is far from the advised size and it shows."""
 
     @property
+    def num_draft_devices(self) -> int:
+        """Drafts that share each tree."""
+        return len(self.draft_devices or ("",))
+
+    @property
     def most_branches(self) -> int:
-        """Branches a request that a round plans for, at most."""
+        """Branches a request that a round plans for, at most; those of each draft."""
         return AUTO_BRANCHES if self.tree_budget == "auto" else int(self.tree_budget)
 
     def __post_init__(self) -> None:
-        if isinstance(self.fan_out, list):
-            object.__setattr__(self, "fan_out", tuple(self.fan_out))
+        for key in ("fan_out", "draft_devices"):
+            if isinstance(getattr(self, key), list):
+                object.__setattr__(self, key, tuple(getattr(self, key)))
         for check in _CHECKS:
             check(self)
 
@@ -147,6 +155,19 @@ def _check_texts(config: SaguaroConfig) -> None:
         _refuse("draft_device", config.draft_device, "'auto', 'cuda:N' or 'cpu:CORES', for example 'cpu:2-5'")
     if not isinstance(config.trust_remote_code, bool):
         _refuse("trust_remote_code", config.trust_remote_code, "true or false")
+
+
+def _check_devices(config: SaguaroConfig) -> None:
+    value = config.draft_devices
+    if value is None:
+        return
+    names = isinstance(value, tuple) and all(isinstance(name, str) for name in value)
+    if not names or len(value) < 2:
+        right = "a list of two or more devices, for example ['cuda:4', 'cuda:5'] (one is draft_device), or null"
+        _refuse("draft_devices", list(value) if isinstance(value, tuple) else value, right)
+    for key, default in (("draft_device", "auto"), ("draft_address", None)):
+        if getattr(config, key) != default:
+            _refuse("draft_devices", list(value), f"null with {key}; leave out one of the two")
 
 
 def _check_tree_budget(config: SaguaroConfig) -> None:
@@ -229,6 +250,7 @@ _CHECKS = (
     _check_int("num_speculative_tokens", 1, MAX_SPECULATIVE_TOKENS),
     _check_choice("draft_dtype", ("auto", "float32", "bfloat16", "float16")),
     _check_kv_cache,
+    _check_devices,
     _check_address,
     _check_start_timeout,
     _check_tree_budget,

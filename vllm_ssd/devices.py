@@ -1,8 +1,8 @@
-"""Where the draft runs: reads the option `draft_device`, and says which CPU cores the target leaves."""
+"""Where drafts run: reads `draft_device` and `draft_devices`, and says which CPU cores the target leaves."""
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 _HIGHEST_CORE = 8191  # what Linux can be built for
@@ -58,23 +58,37 @@ def read_draft_device(setting: str, platform: str, num_gpus: int) -> DraftDevice
     """
     if setting == "auto":
         return None
+    try:
+        return _parse(setting, platform, num_gpus)
+    except _Unknown as error:
+        raise _refusal(setting, f"it must be 'auto', {error}") from None
+    except ValueError as error:
+        raise _refusal(setting, str(error)) from None
+
+
+class _Unknown(ValueError):
+    """No device at all; the message says what a device looks like."""
+
+
+def _parse(setting: str, platform: str, num_gpus: int) -> DraftDevice:
+    """A device that is named. Raises `ValueError` with the reason alone."""
     kind, _, index = setting.partition(":")
     if kind == "cpu" and index:
         try:
             cores = parse_cores(index)
         except ValueError as error:
-            raise _refusal(setting, f"{error}; write for example 'cpu:1' or 'cpu:2-5'") from None
+            raise ValueError(f"{error}; write for example 'cpu:1' or 'cpu:2-5'") from None
         missing = sorted(set(cores) - set(online_cores()))
         if missing:
-            raise _refusal(setting, f"this machine has no core {missing[0]}; it has {_ranges(online_cores())}")
+            raise ValueError(f"this machine has no core {missing[0]}; it has {_ranges(online_cores())}")
         return DraftDevice("cpu", cores)
-    if kind == "cuda" and index.isdigit():
+    if kind == "cuda" and index.isdecimal():
         if platform == "cpu":
-            raise _refusal(setting, "this vLLM is built for CPUs; write 'auto' or for example 'cpu:1'")
+            raise ValueError("this vLLM is built for CPUs; write for example 'cpu:1'")
         if int(index) >= num_gpus:
-            raise _refusal(setting, f"{num_gpus} GPUs are visible, the last is 'cuda:{num_gpus - 1}'")
-        return DraftDevice(setting)
-    raise _refusal(setting, "it must be 'auto', 'cuda:N' or 'cpu:CORES', for example 'cuda:1' or 'cpu:2-5'")
+            raise ValueError(f"{num_gpus} GPUs are visible, the last is 'cuda:{num_gpus - 1}'")
+        return DraftDevice(f"cuda:{int(index)}")
+    raise _Unknown("'cuda:N' or 'cpu:CORES', for example 'cuda:1' or 'cpu:2-5'")
 
 
 def read_draft_devices(setting: str, platform: str, num_gpus: int, num_ranks: int) -> list[DraftDevice] | None:
@@ -92,6 +106,32 @@ def read_draft_devices(setting: str, platform: str, num_gpus: int, num_ranks: in
             setting, f"the target has {num_ranks} data parallel ranks on this machine and needs {wanted}{hint}"
         )
     return [read_draft_device(part, platform, num_gpus) or _no_auto_in_lists(setting) for part in parts]
+
+
+def read_group(settings: Sequence[str], platform: str, num_gpus: int) -> list[DraftDevice]:
+    """Check `draft_devices` and parse it: a device for each part of the tree.
+
+    Drafts may share CPU cores, and a machine with few is slow then; two drafts on one GPU are refused.
+    Raises `ValueError` naming the option.
+    """
+    found: list[DraftDevice] = []
+    for setting in settings:
+        if setting == "auto":
+            raise _group_refusal(settings, "'auto' does not stand in a list; name each device, or use draft_device")
+        try:
+            device = _parse(setting, platform, num_gpus)
+        except _Unknown as error:
+            raise _group_refusal(settings, f"{setting!r} must be {error}") from None
+        except ValueError as error:
+            raise _group_refusal(settings, f"of {setting!r}: {error}") from None
+        if device in found and not device.cores:
+            raise _group_refusal(settings, f"{str(device)!r} is named twice, and each draft needs a GPU of its own")
+        found.append(device)
+    return found
+
+
+def _group_refusal(settings: Sequence[str], reason: str) -> ValueError:
+    return ValueError(f"speculative_config['draft_devices'] is {list(settings)!r}: {reason}.")
 
 
 def _no_auto_in_lists(setting: str) -> DraftDevice:

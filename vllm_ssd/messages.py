@@ -8,7 +8,11 @@ arrays, not as pickles. Knows nothing about how bytes are moved (`transport.py`)
 import msgspec
 import numpy as np
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
+
+
+ELSEWHERE = -1
+"""`Outcome.wanted` of a row that waits for another draft: what it gets is told as soon as it has come."""
 
 
 class Law(msgspec.Struct, array_like=True, frozen=True):
@@ -34,9 +38,9 @@ class Outcome(msgspec.Struct, array_like=True, frozen=True, tag=2):
 
     seq_id: int
     length: int  # committed tokens after `emitted`: a check that both sides agree
-    emitted: list[int]
+    emitted: list[int]  # empty: the drafts have come that ELSEWHERE spoke of
     drafts: list[int]
-    wanted: int  # > 0: the row missed and waits for up to so many drafts (JIT)
+    wanted: int  # > 0: the row missed and waits for up to so many drafts (JIT); or ELSEWHERE
 
 
 class Round(msgspec.Struct, array_like=True, frozen=True, tag=3):
@@ -100,7 +104,7 @@ class Branches(msgspec.Struct, array_like=True, frozen=True, tag=12):
 
 
 class Growth(msgspec.Struct, array_like=True, frozen=True, tag=13):
-    """One more token for every branch of the sequence's latest `Branches`."""
+    """One more token for every branch of the latest `Branches` of the sequence and the push's part."""
 
     seq_id: int
     token_ids: list[int]  # [num_branches]
@@ -133,6 +137,7 @@ class Push(msgspec.Struct, array_like=True, frozen=True, tag=14):
     tree_seconds: list[float] = []  # of each tree step since the last push
     cancelled: int = 0  # branches given up since the last push before all their drafts were built
     report: Report | None = None
+    part: int = 0  # of several drafts that share a tree, which one this is
 
 
 class Idle(msgspec.Struct, array_like=True, frozen=True, tag=15):

@@ -85,9 +85,9 @@ class Totals:
     verify_seconds: float = 0.0
     """Forward and sampling of the target, decoding steps only."""
     draft_seconds: float = 0.0
-    """The draft at work, hidden behind the target or not."""
+    """The draft at work, hidden behind the target or not; of several drafts the sum."""
     draft_kv_usage: float = 0.0
-    """Share of the draft's KV slots in use, the latest."""
+    """Share of the draft's KV slots in use, the latest; of several drafts the largest."""
     lookups_per_pos: list[int] = dataclasses.field(default_factory=_by_position)
     """Lookups after a verification that accepted 0, 1, 2, ... drafts."""
     hits_per_pos: list[int] = dataclasses.field(default_factory=_by_position)
@@ -95,15 +95,16 @@ class Totals:
     tree_steps: Histogram = dataclasses.field(default_factory=lambda: Histogram(_STEP_BOUNDS))
     """Seconds of each tree step of the draft: one more token for every branch."""
 
-    _draft_seconds_seen = 0.0
+    hits_per_part: list[int] = dataclasses.field(default_factory=list)
+    """Hits and part hits by the draft that built them, of several that share each tree; else empty."""
+    _seen: dict[int, tuple[float, float]] = dataclasses.field(default_factory=dict)  # part -> seconds, KV usage
 
-    def observe_draft(self, busy_seconds: float, kv_usage: float) -> None:
-        """The draft's own total of busy seconds, which begins anew when it is restarted."""
-        if busy_seconds < self._draft_seconds_seen:
-            self._draft_seconds_seen = 0.0
-        self.draft_seconds += busy_seconds - self._draft_seconds_seen
-        self._draft_seconds_seen = busy_seconds
-        self.draft_kv_usage = kv_usage
+    def observe_draft(self, busy_seconds: float, kv_usage: float, part: int = 0) -> None:
+        """A draft's own total of busy seconds, which begins anew when it is restarted."""
+        before = self._seen.get(part, (0.0, 0.0))[0]
+        self.draft_seconds += busy_seconds - before if busy_seconds >= before else busy_seconds
+        self._seen[part] = (busy_seconds, kv_usage)
+        self.draft_kv_usage = max(usage for _, usage in self._seen.values())
 
     def observe_tree(self, step_seconds: Iterable[float], cancelled: int) -> None:
         """What a push of the draft says of its tree steps and of branches given up unfinished."""

@@ -13,6 +13,7 @@ import numpy as np
 
 from vllm_ssd.config import SaguaroConfig
 from vllm_ssd.depth import DepthControl
+from vllm_ssd.draft.group import DraftGroup
 from vllm_ssd.draft.link import DraftLink, State
 from vllm_ssd.fallback import FallbackRule
 from vllm_ssd.messages import Branches, Outcome, Push, Report, Round, Start, pack_tokens, unpack_law
@@ -21,7 +22,7 @@ from vllm_ssd.tree import SpeculationTree, TokenLaw
 
 logger = logging.getLogger("vllm.saguaro")
 
-_MOST_LOSSES = 2  # a sequence that the draft lost so often is not begun again
+_MOST_LOSSES = 2  # a sequence that each draft lost so often is not begun again
 _LONGEST_WAIT = 1.0  # seconds a step may wait for JIT drafts, whatever was expected
 
 
@@ -53,6 +54,7 @@ class Proposal:
     token_ids: list[int] = field(default_factory=list)
     laws: list[TokenLaw | None] = field(default_factory=list)  # None: verified one-hot
     late: bool = False  # the outcome was foreseen, but its drafts were not all built in time
+    part: int = 0  # of several drafts that share the tree, the one that built this
 
 
 @dataclass
@@ -75,9 +77,11 @@ NgramProposer = Callable[[Sequence[int]], dict[int, list[int]]]
 class Proposer:
     """Hands out drafts each round."""
 
-    def __init__(self, config: SaguaroConfig, draft: DraftLink) -> None:
+    def __init__(self, config: SaguaroConfig, draft: DraftLink | DraftGroup) -> None:
         self._config = config
         self._draft = draft
+        self._has_parts = config.num_draft_devices > 1  # of each tree, built by as many drafts
+        self._most_losses = _MOST_LOSSES * config.num_draft_devices
         self._requests: dict[str, _Request] = {}
         self._by_seq_id: dict[int, _Request] = {}
         self._next_seq_id = 0
@@ -88,9 +92,9 @@ class Proposer:
         self._depth = DepthControl(config.num_speculative_tokens)
         self._fallback = FallbackRule(config, self._depth)
         self._selected_at = 0.0
-        self.totals = Totals()
+        self.totals = Totals(hits_per_part=[0] * config.num_draft_devices if self._has_parts else [])
         self.report: Report | None = None
-        """What the draft said last of its measurements and decisions."""
+        """What the draft said last of its measurements and decisions; of several, the one that spoke last."""
 
     # ---- requests come and go ----
 
@@ -142,6 +146,8 @@ class Proposer:
         self.totals.select_seconds += selected - began
         if waiting:
             self._wait(rows, proposals, waiting)
+            if self._has_parts:
+                self._tell_the_others(rows, proposals, waiting)
             self.totals.wait_seconds += time.perf_counter() - selected
         self._count(rows, proposals, missed, limits, waiting)
         return proposals
@@ -222,7 +228,7 @@ class Proposer:
             request.declined = False
             if self._knows(row):
                 outcomes.append(Outcome(request.seq_id, row.length, row.emitted, proposal.token_ids, waiting.get(i, 0)))
-            elif self._draft.state is State.UP and request.times_lost < _MOST_LOSSES:
+            elif self._draft.state is State.UP and request.times_lost < self._most_losses:
                 self._queue_start(request, row.history(), proposal.token_ids)
         return outcomes
 
@@ -241,6 +247,16 @@ class Proposer:
         if self._draft.state is State.UP:
             self._fallback.observe_wait(max(waiting.values()), time.perf_counter() - began)
 
+    def _tell_the_others(self, rows: Sequence[Row], proposals: list[Proposal], waiting: dict[int, int]) -> None:
+        """What the rows that waited go on with, for the drafts that did not build it."""
+        outcomes = [
+            Outcome(self._requests[rows[i].req_id].seq_id, rows[i].length, [], proposals[i].token_ids, 0)
+            for i in waiting
+            if self._knows(rows[i])
+        ]
+        if outcomes:
+            self._draft.send_late(self._round([], outcomes, []))
+
     # ---- talk with the draft ----
 
     def _receive(self, timeout: float = 0.0) -> None:
@@ -248,7 +264,8 @@ class Proposer:
             self._take(push)
 
     def _take(self, push: Push) -> None:
-        self.totals.observe_draft(push.busy_seconds, push.kv_usage)
+        part = push.part
+        self.totals.observe_draft(push.busy_seconds, push.kv_usage, part)
         self.totals.observe_tree(push.tree_seconds, push.cancelled)
         if push.report is not None:
             self.report = push.report
@@ -257,11 +274,11 @@ class Proposer:
             if request is None:
                 continue
             if isinstance(item, Branches):
-                request.tree.hang(item.length, item.trunk, item.offsets, item.token_ids)
+                request.tree.hang(item.length, item.trunk, item.offsets, item.token_ids, part)
                 self.totals.branches += len(item.token_ids)
             else:
                 law = None if item.law is None else unpack_law(item.law, len(item.token_ids))
-                request.tree.grow(item.token_ids, law)
+                request.tree.grow(item.token_ids, law, part)
         for seq_id in push.lost:
             if (request := self._by_seq_id.get(seq_id)) is not None:
                 request.known_to = 0
@@ -295,13 +312,14 @@ class Proposer:
             return
         self._round_id += 1
         self._num_rows = len(outcomes) or self._num_rows
+        self._draft.send(self._round(self._starts, outcomes, self._finished))
+        self._starts, self._finished = [], []
+
+    def _round(self, starts: list[Start], outcomes: list[Outcome], finished: list[int]) -> Round:
         depth = self._depth.depth
         verify_seconds = self._depth.verify_seconds(self._num_rows, depth)
         sent_at = time.perf_counter()
-        self._draft.send(
-            Round(self._round_id, self._starts, outcomes, self._finished, depth, verify_seconds, sent_at=sent_at)
-        )
-        self._starts, self._finished = [], []
+        return Round(self._round_id, starts, outcomes, finished, depth, verify_seconds, sent_at=sent_at)
 
     # ---- figures ----
 
@@ -326,6 +344,8 @@ class Proposer:
             totals.lookups += 1
             hit = i not in missed_rows and len(proposal.token_ids) >= limits[i]
             totals.observe_lookup(len(row.emitted) - 1, hit)
+            if self._has_parts and i not in missed_rows:
+                totals.hits_per_part[proposal.part] += 1
             if i in missed_rows:
                 totals.misses += 1
                 totals.fallback_none += not proposal.token_ids and i not in waiting
@@ -338,6 +358,7 @@ class Proposer:
         """All totals since the start, and the state of the draft."""
         return {
             **self.totals.as_dict(),
+            **{f"hits_draft_{part + 1}": count for part, count in enumerate(self.totals.hits_per_part)},
             "draft_up": self._draft.state is State.UP,
             "draft_restarts": self._draft.restarts,
         }
@@ -345,4 +366,5 @@ class Proposer:
 
 def _proposal(request: _Request, limit: int) -> Proposal:
     chain = request.tree.drafts(limit)
-    return Proposal([node.token_id for node in chain], [node.law for node in chain])
+    part = chain[0].part if chain else 0
+    return Proposal([node.token_id for node in chain], [node.law for node in chain], part=part)

@@ -3,6 +3,10 @@
 A Monte-Carlo simulation over the inputs of `theory.py`: rows accept drafts, outcomes hit or miss,
 trees are in time or late, rows that missed wait or take the fast fallback. Times are given, not
 measured. Knows no model and no engine.
+
+Draft devices may be used in two ways: each drafts for a part of the rows, or each builds a part of every
+tree (the option `draft_devices`), with the whole trunk to glue at each of them, and one that builds what
+missed rows wait for.
 """
 
 import dataclasses
@@ -30,17 +34,18 @@ class Scenario:
     sd_draft: StepTime | None = None  # as `draft`, where SD drafts on the target's devices; None: the same
     fast_acceptance: float = 0.0  # a of the fast fallback (n-grams); 0: it has no drafts
     overhead: float = 0.0  # seconds a round that are no forward: scheduling, sampling, messages
-    branches: int = 24  # of the tree, a row
+    branches: int = 24  # of the tree, a row; of each part, if the tree has several
     exponent: float = 1.0  # r of the miss law c·F^(−r)
     miss_at_one: float = 1.0  # c
     draft_devices: int = 1  # rows are split over them
+    tree_devices: int = 1  # each row's tree is split over them: so many times the branches in the same time
     fallback: str = "auto"  # of rows that missed
     waits_for_tree: bool = False  # a late tree is waited for (the paper's engine), else taken in part (ours)
 
     def __post_init__(self) -> None:
         for name in ("acceptance", "fast_acceptance", "miss_at_one"):
             _check(0.0 <= getattr(self, name) <= 1.0, name, getattr(self, name), "within [0, 1]")
-        for name in ("num_drafts", "sd_num_drafts", "branches", "draft_devices"):
+        for name in ("num_drafts", "sd_num_drafts", "branches", "draft_devices", "tree_devices"):
             _check(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
         _check(self.exponent > 0, "exponent", self.exponent, "above 0")
         _check(self.overhead >= 0, "overhead", self.overhead, "at least 0")
@@ -156,7 +161,7 @@ class _SsdRounds:
         self._miss = np.ones((most + 1, most + 1))
         for drafts in range(most + 1):
             stops = theory.stop_probabilities(scenario.acceptance, drafts)
-            counts = theory.whole_fan_out(stops, scenario.branches, scenario.exponent)
+            counts = theory.whole_fan_out(stops, scenario.tree_devices * scenario.branches, scenario.exponent)
             self._miss[drafts, : drafts + 1] = [
                 theory.miss_probability(count, scenario.exponent, scenario.miss_at_one) for count in counts
             ]

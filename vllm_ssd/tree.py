@@ -6,6 +6,10 @@ the draft pushes tokens. An outcome is a walk: go down by the emitted tokens, an
 below is the next draft. Nodes point down only. A branch that grew too late for its round
 therefore still reaches the right place if the target went its way, and costs nothing if not.
 
+Several drafts may build parts of one tree. Each part has a frontier of its own, and where two of them
+draw after one prefix, the first that came stays the draft, with the law that it was drawn from: which
+one that is depends on when they came, never on what they drew.
+
 Knows nothing about messages, models or vLLM.
 """
 
@@ -21,7 +25,9 @@ _REMEMBERED_ROUNDS = 8
 class Node:
     """A token after the prefix that leads to it."""
 
-    __slots__ = ("_others", "draft", "law", "token_id")
+    __slots__ = ("_others", "draft", "law", "part", "token_id")
+    part: int
+    """Which of several drafts drew this token; only of nodes that are their parent's draft."""
 
     def __init__(self, token_id: int) -> None:
         self.token_id = token_id
@@ -47,13 +53,13 @@ class Node:
             self._others[token_id] = node
         return node
 
-    def add_draft(self, token_id: int, law: "TokenLaw | None") -> "Node":
+    def add_draft(self, token_id: int, law: "TokenLaw | None", part: int = 0) -> "Node":
         """The child that was drawn here; the first one stays the draft, with its law."""
         if self.draft is not None:
             return self.child(token_id)
         node = self.find(token_id)
         self.draft = Node(token_id) if node is None else node
-        self.draft.law = law
+        self.draft.law, self.draft.part = law, part
         return self.draft
 
 
@@ -73,7 +79,7 @@ class SpeculationTree:
         self.length = length
         self._root = Node(-1)
         self._starts = deque([(length, self._root)], maxlen=_REMEMBERED_ROUNDS)
-        self._tips: list[Node] = []
+        self._tips: dict[int, list[Node]] = {}  # part -> ends of its latest branches
 
     def commit(self, emitted: Sequence[int]) -> bool:
         """Walk down by the tokens that a verification emitted; True if the walk stayed in the tree."""
@@ -94,8 +100,10 @@ class SpeculationTree:
             node = node.draft
         return chain
 
-    def hang(self, length: int, trunk: Sequence[int], offsets: Sequence[int], token_ids: Sequence[int]) -> None:
-        """Begin new branches; the earlier ones grow no more.
+    def hang(
+        self, length: int, trunk: Sequence[int], offsets: Sequence[int], token_ids: Sequence[int], part: int = 0
+    ) -> None:
+        """Begin new branches; the earlier ones of this part grow no more.
 
         Branch i hangs below the first `length` committed tokens and `trunk[:offsets[i]]`, and
         begins with `token_ids[i]`. Without token_ids, one branch begins at the trunk's end.
@@ -107,11 +115,13 @@ class SpeculationTree:
         for token_id in trunk:
             path.append(path[-1].child(token_id))
         if token_ids:
-            self._tips = [path[offset].child(token_id) for offset, token_id in zip(offsets, token_ids, strict=True)]
+            tips = [path[offset].child(token_id) for offset, token_id in zip(offsets, token_ids, strict=True)]
         else:
-            self._tips = [path[-1]]
+            tips = [path[-1]]
+        self._tips[part] = tips
 
-    def grow(self, token_ids: Sequence[int], law: tuple[np.ndarray, np.ndarray] | None) -> None:
-        """Append one token to each branch. `law`: [num_branches, m] token ids and probabilities."""
+    def grow(self, token_ids: Sequence[int], law: tuple[np.ndarray, np.ndarray] | None, part: int = 0) -> None:
+        """Append one token to each of the part's branches. `law`: [num_branches, m] token ids and probabilities."""
         laws = [None] * len(token_ids) if law is None else [TokenLaw(*pair) for pair in zip(*law)]
-        self._tips = [tip.add_draft(*drawn) for tip, *drawn in zip(self._tips, token_ids, laws)]
+        tips = self._tips.get(part, ())
+        self._tips[part] = [tip.add_draft(token_id, own, part) for tip, token_id, own in zip(tips, token_ids, laws)]

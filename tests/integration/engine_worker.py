@@ -133,13 +133,19 @@ class Engine:
         runner._sample = settle_and_sample
 
     def harm(self, event: str) -> dict:
-        """Do something to the draft process: "kill", "stop", "continue" or "garbage" (it will raise)."""
+        """Do something to the draft process: "kill", "stop", "continue" or "garbage" (it will raise).
+
+        "kill 2": to the second of several.
+        """
+        event, _, number = event.partition(" ")
+        if number:
+            os.kill(self._runner().drafter._draft._members[int(number) - 1].pid, _SIGNALS[event])
+            return {}
         if event == "garbage":
             self._runner().drafter._draft._channel.send(b"\xc1 no message")
             return {}
-        number = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "continue": signal.SIGCONT}[event]
         for pid in draft_pids(os.getpid()):
-            os.kill(pid, number)
+            os.kill(pid, _SIGNALS[event])
         return {}
 
     def _runner(self):
@@ -195,6 +201,9 @@ class Engine:
     def fail(self) -> None:
         """End this process by an exception that nobody catches."""
         raise Uncaught("the test asked for it")
+
+
+_SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "continue": signal.SIGCONT}
 
 
 class Uncaught(BaseException):

@@ -42,6 +42,10 @@ WRONG = [
     ({"draft_device": "cpu:99"}, ("draft_device", "no core 99")),
     ({"draft_device": "cuda:9"}, ("draft_device",)),
     ({"draft_device": "gpu"}, ("draft_device", "cuda:N")),
+    ({"draft_devices": []}, ("draft_devices", "two or more")),
+    ({"draft_devices": ["cpu:1", "cpu:99"]}, ("draft_devices", "cpu:99", "no core 99")),
+    ({"draft_devices": ["cuda:1", "cuda:2"]}, ("draft_devices", "built for CPUs")),
+    ({"draft_devices": ["cpu:1", "cpu:1"], "draft_device": "cpu:1"}, ("draft_devices", "null with draft_device")),
     ({"model": "/no/such/folder"}, ("model", "/no/such/folder", "does not exist")),
     ({"fan_out": [1, 2]}, ("fan_out", "num_speculative_tokens + 1")),
     ({"saguaro_c": 0}, ("saguaro_c",)),
@@ -69,6 +73,21 @@ def test_wrong_engine_option(options, word):
     if "ray" in options.values():
         pytest.importorskip("ray", reason="vLLM itself refuses this without Ray")
     assert word in refusal(saguaro(), **options)
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"distributed_executor_backend": "ray"}, ("on Ray there is one draft", "'mp'")),
+        ({"data_parallel_size": 2, "data_parallel_size_local": 2}, ("2 data parallel ranks", "draft_device")),
+    ],
+    ids=str,
+)
+def test_several_draft_devices_where_there_is_one_draft(options, words):
+    if "distributed_executor_backend" in options:
+        pytest.importorskip("ray", reason="vLLM itself refuses this without Ray")
+    message = refusal(saguaro(draft_devices=["cpu:1", "cpu:1"]), **options)
+    assert "draft_devices" in message and all(word in message for word in words), message
 
 
 def test_draft_with_another_tokenizer(tmp_path):
@@ -125,6 +144,22 @@ def test_json_dotted_and_yaml_parse_alike(tmp_path):
     for form, found in (("JSON", as_json), ("dotted", dotted), ("YAML", from_file)):
         assert found.saguaro == expected, form
         assert found.num_speculative_tokens == 4, form
+
+
+def test_a_list_of_devices_parses_in_every_form(tmp_path):
+    devices = ["cpu:1", "cpu:0-1"]
+    options = saguaro(draft_devices=devices)
+    file = tmp_path / "config.yaml"
+    file.write_text(f"speculative-config:\n  method: saguaro\n  model: {DRAFT}\n  num_speculative_tokens: 5\n"
+                    "  draft_devices: ['cpu:1', 'cpu:0-1']\n")  # fmt: skip
+    dotted = [f"--speculative-config.{key}={value}" for key, value in saguaro().items()]
+    forms = {
+        "JSON": ("--speculative-config", json.dumps(options)),
+        "dotted": (*dotted, f"--speculative-config.draft_devices={json.dumps(devices)}"),
+        "YAML": ("--config", str(file)),
+    }
+    for form, arguments in forms.items():
+        assert parsed(*arguments).saguaro.draft_devices == tuple(devices), form
 
 
 def test_wrong_type_names_the_key():

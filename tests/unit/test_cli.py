@@ -63,8 +63,20 @@ def test_simulate_takes_changes(capsys) -> None:
     changes = ["--draft-devices", "4", "--acceptance", "0.5", "--draft-ms", "1", "--fallback", "fast"]
     assert main(["simulate", "--preset", "qwen3-32b", "--batch", "1", "--rounds", "200", "--json", "-", *changes]) == 0
     scenario = json.loads(capsys.readouterr().out)["qwen3-32b"]["scenario"]
-    assert scenario["draft_devices"] == 4 and scenario["acceptance"] == 0.5
+    assert scenario["draft_devices"] == 4 and scenario["acceptance"] == 0.5 and scenario["tree_devices"] == 1
     assert scenario["draft"]["base"] == pytest.approx(0.001) and scenario["fallback"] == "fast"
+
+
+def test_simulate_splits_trees(capsys) -> None:
+    common = ["simulate", "--preset", "qwen3-32b", "--batch", "8", "--rounds", "400"]
+    assert main([*common, "--tree-devices", "2"]) == 0
+    assert "15 branches on each of 2 devices" in capsys.readouterr().out
+    assert main([*common, "--tree-devices", "2", "--json", "-"]) == 0
+    two = json.loads(capsys.readouterr().out)["qwen3-32b"]
+    assert two["scenario"]["tree_devices"] == 2 and two["scenario"]["branches"] == 15
+    assert main([*common, "--json", "-"]) == 0
+    one = json.loads(capsys.readouterr().out)["qwen3-32b"]
+    assert two["figures"][0]["hit_rate"] > one["figures"][0]["hit_rate"] + 0.05
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ WRONG = [
     *(("revision", value) for value in (5, True)),
     *(("trust_remote_code", value) for value in ("yes", 1)),
     *(("draft_device", value) for value in (1, None)),
+    *(("draft_devices", value) for value in ([], ["cuda:1"], "cuda:1", "cuda:1|cuda:2", [1, 2], 2, True)),
     ("model", ""),
     ("model", 5),
     *(("num_speculative_tokens", value) for value in (0, -1, 33, True, "5", 2.0)),
@@ -44,6 +45,7 @@ RIGHT = [
     *({"fallback": value} for value in ("auto", "draft", "ngram", "none")),
     *({"fallback_batch_threshold": value} for value in (None, 0, 64)),
     {"prompt_lookup_min": 4, "prompt_lookup_max": 4},
+    *({"draft_devices": value} for value in (None, ["cuda:4", "cuda:5"], ["cpu:1", "cpu:1", "cpu:2-3"])),
     {"trust_remote_code": True, "revision": "main", "draft_device": "cpu:1"},
 ]
 
@@ -108,9 +110,17 @@ def test_missing_options_come_with_an_example(key: str, absent: bool) -> None:
     assert_one_sentence(message)
 
 
+@pytest.mark.parametrize("other", ({"draft_device": "cuda:1"}, {"draft_address": "ipc:///run/draft"}), ids=str)
+def test_several_devices_stand_alone(other: dict[str, str]) -> None:
+    """One of two options that contradict each other is dropped without a word."""
+    message = message_of({**REQUIRED, "draft_devices": ["cuda:4", "cuda:5"], **other})
+    assert "'draft_devices'" in message and f"with {next(iter(other))}" in message
+    assert_one_sentence(message)
+
+
 def test_the_config_is_frozen_and_comes_back_from_its_fields() -> None:
     """The draft server cannot be told the options, or somebody changes them on the way."""
-    config = SaguaroConfig.from_mapping({**REQUIRED, "fan_out": [1, 2, 3, 4], "saguaro_c": 0.5})
+    config = SaguaroConfig.from_mapping({**REQUIRED, "fan_out": [1, 2, 3, 4], "draft_devices": ["cpu:1"] * 2})
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.saguaro_c = 1.0
     assert SaguaroConfig(**dataclasses.asdict(config)) == config

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_ssd import devices
-from vllm_ssd.devices import DraftDevice, choose_cores, choose_gpu, parse_cores, read_draft_device
+from vllm_ssd.devices import DraftDevice, choose_cores, choose_gpu, parse_cores, read_draft_device, read_group
 
 
 @pytest.fixture(autouse=True)
@@ -74,6 +74,36 @@ def test_wrong_settings_are_refused_by_key(setting: str, platform: str, num_gpus
         read_draft_device(setting, platform, num_gpus)
     message = str(caught.value)
     assert message.startswith(f"speculative_config['draft_device'] is {setting!r}: ")
+    assert hint in message
+    assert "\n" not in message and message.endswith(".")
+
+
+def test_a_group_is_read() -> None:
+    """A part of the tree gets the device of another, or drafts must not share the cores of a small machine."""
+    assert read_group(["cuda:1", "cuda:0"], "cuda", 2) == [DraftDevice("cuda:1"), DraftDevice("cuda:0")]
+    found = read_group(["cpu:1", "cpu:1-2", "cpu:1"], "cpu", 0)
+    assert [device.cores for device in found] == [(1,), (1, 2), (1,)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "platform", "num_gpus", "hint"),
+    (
+        (["cuda:0", "cuda:2"], "cuda", 2, "of 'cuda:2': 2 GPUs are visible, the last is 'cuda:1'"),
+        (["cuda:1", "cuda:01"], "cuda", 2, "'cuda:1' is named twice"),
+        (["cuda:0", "cuda:1"], "cpu", 0, "built for CPUs; write for example 'cpu:1'"),
+        (["cpu:1", "cpu:8"], "cpu", 0, "of 'cpu:8': this machine has no core 8"),
+        (["cpu:1", "auto"], "cpu", 0, "'auto' does not stand in a list"),
+        (["cpu:1", "gpu"], "cpu", 0, "'gpu' must be 'cuda:N' or 'cpu:CORES'"),
+        (["cpu:1", "cpu:5-2"], "cpu", 0, "of 'cpu:5-2': '5-2' is not a range"),
+    ),
+    ids=str,
+)
+def test_a_wrong_group_is_refused_by_key(settings: list[str], platform: str, num_gpus: int, hint: str) -> None:
+    """Two drafts meet on one GPU, or the user is not told which device of the list is wrong."""
+    with pytest.raises(ValueError) as caught:
+        read_group(settings, platform, num_gpus)
+    message = str(caught.value)
+    assert message.startswith(f"speculative_config['draft_devices'] is {settings!r}: ")
     assert hint in message
     assert "\n" not in message and message.endswith(".")
 

@@ -196,6 +196,16 @@ def test_more_draft_devices_make_wide_batches_faster() -> None:
     assert four.ssd > 1.5 * one.ssd
 
 
+def test_a_tree_on_two_devices_is_twice_as_wide_in_the_time_of_one() -> None:
+    loaded = dataclasses.replace(PLAIN, draft=StepTime(0.002, 0.0001), branches=12)
+    split = simulator.simulate(dataclasses.replace(loaded, tree_devices=2), 1)
+    wide = simulator.simulate(dataclasses.replace(loaded, branches=24), 1)
+    one = simulator.simulate(loaded, 1)
+    assert split.hit_rate > one.hit_rate + 0.02
+    assert split.late_share == one.late_share == 0.0 < wide.late_share
+    assert split.ssd > max(one.ssd, wide.ssd)
+
+
 def test_break_even_batch_comes_out_where_the_formula_says() -> None:
     scenario = dataclasses.replace(PLAIN, acceptance=0.85, fast_acceptance=0.7, num_drafts=5, branches=30)
     hits = simulator.simulate(dataclasses.replace(scenario, fallback="draft"), 1, 8000).hit_rate

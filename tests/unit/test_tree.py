@@ -1,12 +1,14 @@
 """SpeculationTree against a naive model: a dictionary of prefixes."""
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vllm_ssd.messages import Growth, unpack_law
 from vllm_ssd.tree import SpeculationTree
 
 COMMITTED = (7, 7, 7)  # tokens before the tests begin
@@ -15,28 +17,29 @@ tokens = st.lists(token, max_size=4)
 
 
 class NaiveTree:
-    """What was pushed, by absolute prefix; `first` holds the first draft drawn after a prefix."""
+    """What was pushed, by absolute prefix; `first` holds the first draft drawn after a prefix, with its law."""
 
     def __init__(self) -> None:
         self.history = list(COMMITTED)
         self.known: set[tuple[int, ...]] = {COMMITTED}
-        self.first: dict[tuple[int, ...], int] = {}
-        self.tips: list[tuple[int, ...]] = []
+        self.first: dict[tuple[int, ...], tuple[int, int, int]] = {}  # token, law, part
+        self.tips: dict[int, list[tuple[int, ...]]] = {}  # by part
 
-    def hang(self, length: int, trunk: Sequence[int], offsets: Sequence[int], token_ids: Sequence[int]) -> None:
+    def hang(
+        self, length: int, trunk: Sequence[int], offsets: Sequence[int], token_ids: Sequence[int], part: int
+    ) -> None:
         base = tuple(self.history[:length])
         self._know(base, trunk)
-        if not token_ids:
-            self.tips = [base + tuple(trunk)]
-        else:
-            self.tips = [base + tuple(trunk[:offset]) + (t,) for offset, t in zip(offsets, token_ids, strict=True)]
-        self.known.update(self.tips)
+        tips = [base + tuple(trunk[:offset]) + (t,) for offset, t in zip(offsets, token_ids, strict=True)]
+        self.tips[part] = tips if token_ids else [base + tuple(trunk)]
+        self.known.update(self.tips[part])
 
-    def grow(self, token_ids: Sequence[int]) -> None:
-        for i, t in enumerate(token_ids):
-            self.first.setdefault(self.tips[i], t)
-            self.tips[i] += (t,)
-            self.known.add(self.tips[i])
+    def grow(self, token_ids: Sequence[int], laws: Sequence[int], part: int) -> None:
+        tips = self.tips.get(part, [])
+        for i, drawn in enumerate(zip(token_ids, laws)):
+            self.first.setdefault(tips[i], (*drawn, part))
+            tips[i] += drawn[:1]
+            self.known.add(tips[i])
 
     def commit(self, emitted: Sequence[int]) -> bool:
         path = tuple(self.history)
@@ -45,11 +48,11 @@ class NaiveTree:
         self.history.extend(emitted)
         return stayed
 
-    def drafts(self, limit: int) -> list[int]:
+    def drafts(self, limit: int) -> list[tuple[int, int, int]]:
         path, chain = tuple(self.history), []
         while path in self.first and len(chain) < limit:
             chain.append(self.first[path])
-            path += (chain[-1],)
+            path += chain[-1][:1]
         return chain
 
     def _know(self, base: tuple[int, ...], more: Sequence[int]) -> None:
@@ -60,36 +63,48 @@ def chain_of(tree: SpeculationTree, limit: int = 100) -> list[int]:
     return [node.token_id for node in tree.drafts(limit)]
 
 
+def law_of(growth: Growth) -> Iterator[tuple[int, bytes, bytes]]:
+    """Each token of a growth with the law that came with it."""
+    for token_id, *row in zip(growth.token_ids, *unpack_law(growth.law, len(growth.token_ids))):
+        yield (token_id, *(part.tobytes() for part in row))
+
+
 def law(*token_ids: int) -> tuple[np.ndarray, np.ndarray]:
     """A law for one branch over these tokens, told apart by its ids."""
     return np.array([token_ids], dtype=np.int32), np.full((1, len(token_ids)), 1 / len(token_ids), dtype=np.float32)
 
 
+@pytest.mark.parametrize("parts", (1, 3))
 @settings(max_examples=200)
 @given(data=st.data())
-def test_any_order_of_events_agrees_with_the_naive_tree(data: st.DataObject) -> None:
-    """Some order of pushes and outcomes puts a draft below the wrong prefix, or loses one."""
+def test_any_order_of_events_agrees_with_the_naive_tree(parts: int, data: st.DataObject) -> None:
+    """Some order of pushes and outcomes puts a draft below the wrong prefix, loses one, or mixes those of two parts."""
     tree, naive = SpeculationTree(len(COMMITTED)), NaiveTree()
     lengths = [tree.length]  # the roots that the tree still has to remember
+    numbers = itertools.count()  # of laws
     for _ in range(data.draw(st.integers(1, 12))):
+        part = data.draw(st.integers(0, parts - 1))
         event = data.draw(st.sampled_from(("hang", "late hang", "grow", "grow", "commit")))
         if event == "commit":
             emitted = data.draw(st.lists(token, min_size=1, max_size=4))
             assert tree.commit(emitted) == naive.commit(emitted)
             lengths = [*lengths, tree.length][-8:]
         elif event == "grow":
-            grown = data.draw(st.lists(token, min_size=len(naive.tips), max_size=len(naive.tips)))
-            tree.grow(grown, None)
-            naive.grow(grown)
+            width = len(naive.tips.get(part, []))
+            grown = data.draw(st.lists(token, min_size=width, max_size=width))
+            laws = [next(numbers) for _ in grown]
+            tree.grow(grown, (np.array(laws).reshape(-1, 1), np.ones((len(laws), 1))), part)
+            naive.grow(grown, laws, part)
         else:
             length = tree.length if event == "hang" else data.draw(st.sampled_from(lengths))
             trunk = data.draw(tokens)
             branches = data.draw(st.lists(st.tuples(st.integers(0, len(trunk)), token), max_size=4))
             offsets, token_ids = [b[0] for b in branches], [b[1] for b in branches]
-            tree.hang(length, trunk, offsets, token_ids)
-            naive.hang(length, trunk, offsets, token_ids)
+            tree.hang(length, trunk, offsets, token_ids, part)
+            naive.hang(length, trunk, offsets, token_ids, part)
         limit = data.draw(st.integers(0, 6))
-        assert chain_of(tree, limit) == naive.drafts(limit)
+        chain = [(node.token_id, int(node.law.token_ids[0]), node.part) for node in tree.drafts(limit)]
+        assert chain == naive.drafts(limit)
         assert tree.length == len(naive.history)
 
 
@@ -204,3 +219,66 @@ def test_drafts_are_a_prefix_of_the_chain(chain: list[int], limit: int) -> None:
     for draft in chain:
         tree.grow([draft], None)
     assert chain_of(tree, limit) == chain[:limit]
+
+
+# ---- two drafts that draw after the same prefix ----
+
+ORDERS = sorted(set(itertools.permutations((0, 0, 1, 1))))
+P = {(): 0.3, (0,): 0.6, (1,): 0.1}  # the target's probability of token 1 after a prefix; of length 2 and more: 0.5
+Q = ({(): 0.8, (0,): 0.2, (1,): 0.5}, {(): 0.4, (0,): 0.9, (1,): 0.7})  # the same of two drafts
+
+
+def of_two(ones: dict[tuple[int, ...], float], prefix: tuple[int, ...]) -> list[float]:
+    one = ones.get(prefix, 0.5)
+    return [1.0 - one, one]
+
+
+def emitted_law(chain: list, prefix: tuple[int, ...] = ()) -> dict[tuple[int, ...], float]:
+    """P of the first two tokens that a verification of `chain`, and what follows it, emit."""
+    if len(prefix) == 2:
+        return {prefix: 1.0}
+    p = of_two(P, prefix)
+    if not chain:
+        parts = [(x, p[x], []) for x in (0, 1)]
+    else:
+        draft, q = chain[0].token_id, [0.0, 0.0]
+        for token_id, prob in zip(chain[0].law.token_ids, chain[0].law.probs):
+            q[token_id] += prob
+        accept = min(1.0, p[draft] / q[draft])
+        residual = [max(p[x] - q[x], 0.0) for x in (0, 1)]
+        mass = sum(residual) or 1.0
+        parts = [(draft, accept, chain[1:]), *((x, (1.0 - accept) * residual[x] / mass, []) for x in (0, 1))]
+    law = dict.fromkeys(itertools.product((0, 1), repeat=2), 0.0)
+    for token_id, weight, rest in parts:
+        if weight:
+            for tokens, share in emitted_law(rest, (*prefix, token_id)).items():
+                law[tokens] += weight * share
+    return law
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=str)
+@pytest.mark.parametrize("after", range(5))
+def test_two_drafts_of_one_outcome_leave_the_targets_law(order: tuple[int, ...], after: int) -> None:
+    """Chains that meet are joined by what was drawn, and not by what came first: the law is the target's no more.
+
+    All draws of both drafts, exactly; `order`: whose growth comes when; `after`: growths before the outcome.
+    """
+    found = dict.fromkeys(itertools.product((0, 1), repeat=2), 0.0)
+    for draws in itertools.product((0, 1), repeat=4):
+        tree, weight = SpeculationTree(1), 1.0
+        chains = (draws[:2], draws[2:])
+        for part, chain in enumerate(chains):
+            tree.hang(1, [], [0], [5], part)
+            for i in range(2):
+                weight *= of_two(Q[part], chain[:i])[chain[i]]
+        grown = [0, 0]
+        for part in order[:after]:
+            depth = grown[part]
+            law = of_two(Q[part], chains[part][:depth])
+            tree.grow([chains[part][depth]], (np.array([[0, 1]]), np.array([law])), part)
+            grown[part] += 1
+        tree.commit([5])
+        for tokens, share in emitted_law(tree.drafts(2)).items():
+            found[tokens] += weight * share
+    for (first, second), share in found.items():
+        assert share == pytest.approx(of_two(P, ())[first] * of_two(P, (first,))[second])

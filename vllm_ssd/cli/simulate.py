@@ -29,6 +29,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--preset", choices=[*PRESETS, "all"], default="all", help="which pair to start from (default: all)")
     add("--batch", type=text.read_batches, default=[1, 2, 4, 8, 16, 32], help="rows in flight, for example 1,4,16")
     add("--draft-devices", type=text.read_positive, help="devices that draft; rows are split over them")
+    add(
+        "--tree-devices",
+        type=text.read_positive,
+        help="devices over which each tree is split (draft_devices of the configuration): each builds --branches",
+    )
     add("--acceptance", type=text.read_share, help="chance that a draft is accepted if those before it were")
     add("--k", type=text.read_positive, help=f"drafts a round of SSD, at most {MAX_SPECULATIVE_TOKENS}")
     add("--sd-k", type=text.read_positive, help="drafts a round of SD")
@@ -77,6 +82,7 @@ def adjusted(scenario: Scenario, args: argparse.Namespace) -> Scenario:
     """The scenario with what the user set. Raises `ValueError` naming the option."""
     changes: dict[str, Any] = {
         "draft_devices": args.draft_devices,
+        "tree_devices": args.tree_devices,
         "acceptance": args.acceptance,
         "num_drafts": args.k,
         "sd_num_drafts": args.sd_k,
@@ -161,10 +167,11 @@ def _row(figures: Figures) -> list[str]:
 
 
 def _in_words(scenario: Scenario) -> str:
+    on_each = f" on each of {scenario.tree_devices} devices" if scenario.tree_devices > 1 else ""
     return (
         f"verify {1e3 * scenario.verify.base:.2f} ms, draft step {1e3 * scenario.draft.base:.2f} ms, "
         f"overhead {1e3 * scenario.overhead:.2f} ms, acceptance {scenario.acceptance:g}, K {scenario.num_drafts} "
-        f"(SD {scenario.sd_num_drafts}), {scenario.branches} branches, "
+        f"(SD {scenario.sd_num_drafts}), {scenario.branches} branches{on_each}, "
         f"{text.count(scenario.draft_devices, 'draft device')}, fallback {scenario.fallback}"
     )
 

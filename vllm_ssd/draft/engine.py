@@ -17,13 +17,13 @@ from vllm_ssd.config import SaguaroConfig
 from vllm_ssd.draft.bandit import SaguaroBandit
 from vllm_ssd.draft.batch import FlatBatch, Group, causal_group, flatten
 from vllm_ssd.draft.drawing import Drawer
-from vllm_ssd.draft.forecast import Forecast
+from vllm_ssd.draft.forecast import Forecast, Part
 from vllm_ssd.draft.kv_cache import SlotPool
 from vllm_ssd.draft.outbox import Outbox
 from vllm_ssd.draft.pace import Pace
 from vllm_ssd.draft.sequence import Candidates, Sequence
 from vllm_ssd.draft.sequences import Sequences
-from vllm_ssd.messages import Law, Outcome, Push, Report, Round, Start, unpack_tokens
+from vllm_ssd.messages import ELSEWHERE, Law, Outcome, Push, Report, Round, Start, unpack_tokens
 from vllm_ssd.sampling import top_tokens
 from vllm_ssd.statistics import LinearTime
 
@@ -43,17 +43,24 @@ class DraftEngine:
     """Trees for all sequences of one target."""
 
     def __init__(
-        self, model, config: SaguaroConfig, num_slots: int, seed: int | None = None, pool: SlotPool | None = None
+        self,
+        model,
+        config: SaguaroConfig,
+        num_slots: int,
+        seed: int | None = None,
+        pool: SlotPool | None = None,
+        part: Part | None = None,
     ) -> None:
         """`model`: a `DraftModel`, or anything with its `forward`, `vocab_size`, `num_embeddings`,
         `max_length` and `device`. `pool`: where slots come from, if not from `num_slots` of its own.
+        `part`: of each tree, if other drafts build the rest.
         """
         self._model = model
         self._config = config
         self._pool = pool or SlotPool(num_slots)
         self._sequences = Sequences(self._pool)
-        self._outbox = Outbox(self._report)
-        self._forecast = Forecast(config)
+        self._outbox = Outbox(self._report, part.index if part else 0)
+        self._forecast = Forecast(config, part)
         self._drawer = Drawer(config.draft_top_m, seed)
         self._bandit = SaguaroBandit(config.saguaro_c, seed)
         self._pace = Pace(config.tree_budget)
@@ -75,7 +82,8 @@ class DraftEngine:
         self._depth = message.depth
         now = time.perf_counter()
         came_at = now if earliest is None else min(max(message.sent_at, earliest), now)
-        self._pace.begin_round(message.verify_seconds, came_at, observe=bool(message.outcomes))
+        verified = any(outcome.emitted for outcome in message.outcomes)
+        self._pace.begin_round(message.verify_seconds, came_at, observe=verified)
         for seq_id in message.finished:
             if (sequence := self._sequences.get(seq_id)) is not None:
                 self._outbox.add_cancelled(sequence.num_unfinished)
@@ -99,12 +107,16 @@ class DraftEngine:
         if sequence is None or len(sequence.tokens) + len(outcome.emitted) != outcome.length:
             self._lose(outcome.seq_id)
             return
-        self._forecast.remember(sequence, outcome.emitted)
-        if sequence.samples:
-            self._choose_c(sequence, outcome)
+        if outcome.emitted:
+            self._forecast.remember(sequence, outcome.emitted)
+            if sequence.samples:
+                self._choose_c(sequence, outcome)
         self._outbox.add_cancelled(sequence.num_unfinished)
         sequence.advance(outcome.emitted, outcome.drafts)
         sequence.rest()
+        if outcome.wanted == ELSEWHERE:
+            self._touch(sequence)
+            return
         sequence.wanted = outcome.wanted
         if self._sequences.has_room(sequence):
             sequence.fork_due = self._depth > 0
@@ -120,11 +132,11 @@ class DraftEngine:
         verify_seconds = self._pace.verify_seconds
         if not foreseen and verify_seconds:
             # It waits for drafts, or the next verification goes without.
-            waits = outcome.wanted * self._pace.step_seconds(1)
+            waits = max(outcome.wanted, 0) * self._pace.step_seconds(1)
             self._bandit.observe_miss_cost(waits or 0.5 * verify_seconds, verify_seconds)
         sequence.trunk_c = sequence.saguaro_c if foreseen and outcome.drafts else None
         sequence.saguaro_c = self._bandit.choose()
-        if outcome.wanted:
+        if outcome.wanted > 0:
             sequence.trunk_c = sequence.saguaro_c
 
     def _touch(self, sequence: Sequence) -> None:

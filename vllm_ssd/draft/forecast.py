@@ -2,6 +2,13 @@
 
 Learns from each outcome where verifications stop and how far the draft's probabilities can be
 taken at their word. Knows nothing about KV, models or time.
+
+Of several drafts that share a tree each bets on a class of outcomes of its own, the most probable ones
+of its class. To deal out the ranks instead would need rankings that agree to the last place, and they do
+not: drafts compute the same candidates in other batches, and learn of an outcome a step earlier or
+later. Two neighbours that changed places would then be built twice, or not at all, at the top of the
+ranking as well. Classes never overlap, and what they lose is at the lower end: a class may hold a few
+more of the most probable outcomes than another.
 """
 
 from dataclasses import dataclass
@@ -19,6 +26,18 @@ _CLASSES = (("greedy", False), ("sampled", True))
 
 
 @dataclass(frozen=True)
+class Part:
+    """The class of outcomes that a draft bets on, of `count` drafts that share a tree."""
+
+    index: int = 0
+    count: int = 1
+
+    def holds(self, offset: int, token_id: int | np.ndarray) -> bool | np.ndarray:
+        """Whether the outcome (drafts accepted, token that follows) is of this class; for an array: which are."""
+        return (offset + token_id) % self.count == self.index
+
+
+@dataclass(frozen=True)
 class _Lesson:
     """An outcome, and what was known before it."""
 
@@ -32,11 +51,13 @@ class _Lesson:
 class Forecast:
     """Bets for all sequences."""
 
-    def __init__(self, config: SaguaroConfig) -> None:
-        self.num_candidates = min(config.most_branches, _MAX_FAN_OUT) + 1
+    def __init__(self, config: SaguaroConfig, part: Part | None = None) -> None:
+        """`part`: None for a draft that builds whole trees."""
+        self._part = part or Part()
+        self._budget = self._part.count * config.most_branches  # of the whole tree
+        self.num_candidates = min(self._budget, _MAX_FAN_OUT) + 1
         """Candidates wanted of each row: the trunk's own token may be among them."""
         self._fan_out = FanOut(config.fan_out)
-        self._budget = config.most_branches
         self._num_drafts = config.num_speculative_tokens
         self._acceptance = Acceptance(config.num_speculative_tokens)
         self._lessons: list[_Lesson] = []
@@ -88,17 +109,21 @@ class Forecast:
         return {name: self._sharpness[samples].value for name, samples in _CLASSES}
 
     def outcomes(self, sequence: Sequence, budget: int) -> list[tuple[int, int]]:
-        """At most `budget` bets: (drafts accepted, token that follows)."""
+        """At most `budget` bets of this draft's own: (drafts accepted, token that follows)."""
+        part = self._part
         if self._fan_out.by_row and len(sequence.candidates) == len(sequence.trunk) + 1:
             token_ids = np.stack([c.token_ids[: self.num_candidates] for c in sequence.candidates])
             logits = np.stack([self._scaled(sequence, c) for c in sequence.candidates])
             sharpness = self._sharpness[sequence.samples].value
-            return most_probable_outcomes(token_ids, logits, sequence.trunk, budget, sharpness)
+            if part.count == 1:
+                return most_probable_outcomes(token_ids, logits, sequence.trunk, budget, sharpness)
+            ranking = most_probable_outcomes(token_ids, logits, sequence.trunk, token_ids.size, sharpness)
+            return [outcome for outcome in ranking if part.holds(*outcome)][:budget]
         counts = self._fan_out.counts(len(sequence.trunk), budget, self._acceptance.rate)
         return [
             (offset, token_id)
             for offset, count in enumerate(counts)
-            for token_id in _alternatives(sequence, offset, count)
+            for token_id in _alternatives(sequence, offset, count, part)
         ]
 
     def fan_out(self) -> list[int]:
@@ -111,11 +136,12 @@ class Forecast:
         return logits / sequence.temperature if sequence.samples else logits
 
 
-def _alternatives(sequence: Sequence, offset: int, count: int) -> list[int]:
-    """The `count` most probable tokens after trunk[:offset], without the trunk's own next token."""
+def _alternatives(sequence: Sequence, offset: int, count: int, part: Part) -> list[int]:
+    """The `count` most probable tokens of a part after trunk[:offset], without the trunk's own next token."""
     if offset >= len(sequence.candidates):
         return []
-    token_ids = sequence.candidates[offset].token_ids[: count + 1].tolist()
+    candidates = sequence.candidates[offset].token_ids
+    token_ids = candidates[part.holds(offset, candidates)][: count + 1].tolist()
     if offset < len(sequence.trunk):
         token_ids = [token_id for token_id in token_ids if token_id != sequence.trunk[offset]]
     return token_ids[:count]

@@ -40,10 +40,12 @@ class DraftProcess(DraftLink):
     """One draft server, restarted with back-off when it dies or hangs."""
 
     def __init__(self, config: SaguaroConfig, device: DraftDevice, **settings) -> None:
-        """`settings`: vocab_size, max_num_seqs, max_model_len of `ServerSettings`."""
+        """`settings`: vocab_size, max_num_seqs, max_model_len and, if need be, others of `ServerSettings`."""
         super().__init__(config)
         self._device = device
         self._settings = settings
+        if (num_parts := settings.get("num_parts", 1)) > 1:
+            self.name = f"draft {settings['part'] + 1} of {num_parts} on {self.describe()}"
         self._process: subprocess.Popen | None = None
         self._endpoint: Endpoint | None = None
 
@@ -96,11 +98,11 @@ class DraftProcess(DraftLink):
         return None if status is None else f"its process ended with status {status}"
 
     def _failure(self, reason: str) -> str:
-        return f"saguaro: the draft {self._config.model!r} did not load: {reason}"
+        return f"saguaro: {self.name} {self._config.model!r} did not load: {reason}"
 
     def _too_late(self, seconds: float) -> str:
         return (
-            f"saguaro: the draft {self._config.model!r} was not ready after {seconds:.0f} s; "
+            f"saguaro: {self.name} {self._config.model!r} was not ready after {seconds:.0f} s; "
             "raise speculative_config['draft_start_timeout'] if it only needs longer"
         )
 

@@ -40,6 +40,7 @@ class DraftLink(abc.ABC):
 
     def __init__(self, config: SaguaroConfig) -> None:
         self.state = State.DOWN
+        self.name = "the draft"  # in messages; of several, which one
         self.ready: Ready | None = None
         self.incarnation = 0
         """Counts starts: whoever sees it change must tell the draft everything anew."""
@@ -158,7 +159,7 @@ class DraftLink(abc.ABC):
         self.state = State.UP
         self._up_since = time.monotonic()
         if self.incarnation > 1:
-            logger.info("the draft is back after restart %d", self.restarts)
+            logger.info("%s is back after restart %d", self.name, self.restarts)
         return None
 
     def _check(self) -> None:
@@ -179,7 +180,7 @@ class DraftLink(abc.ABC):
             self._backoff = _FIRST_BACKOFF
         self._start_at = time.monotonic() + self._backoff
         logger.warning(
-            "the draft is down: %s. Generation goes on without it; next try in %.0f s", reason, self._backoff
+            "%s is down: %s. Generation goes on without it; next try in %.0f s", self.name, reason, self._backoff
         )
         self._backoff = min(2 * self._backoff, _LAST_BACKOFF)
 

@@ -15,9 +15,13 @@ _REPORT_SECONDS = 1.0
 class Outbox:
     """The parts of the next `Push`."""
 
-    def __init__(self, report: Callable[[], Report | None]) -> None:
-        """`report`: asked once a second for what was measured and decided; None: nothing yet."""
+    def __init__(self, report: Callable[[], Report | None], part: int = 0) -> None:
+        """`report`: asked once a second for what was measured and decided; None: nothing yet.
+
+        `part`: of the tree, that this draft builds.
+        """
         self._report = report
+        self._part = part
         self._report_at = 0.0
         self._clear()
 
@@ -69,6 +73,7 @@ class Outbox:
             self._tree_seconds,
             self._cancelled,
             self._report_when_due(),
+            self._part,
         )
         self._clear()
         return push

@@ -44,6 +44,8 @@ class ServerSettings:
     max_num_seqs: int
     max_model_len: int
     parent: int  # process id
+    part: int = 0  # of each tree, that this draft builds ...
+    num_parts: int = 1  # ... of so many
     leftovers: list[str] = dataclasses.field(default_factory=list)  # files and empty folders to remove as well
 
 
@@ -103,6 +105,7 @@ def _load(settings: ServerSettings, channel: Channel):
     import torch
 
     from vllm_ssd.draft.engine import DraftEngine
+    from vllm_ssd.draft.forecast import Part
     from vllm_ssd.draft.model import DraftModel
 
     if settings.cores:
@@ -114,7 +117,7 @@ def _load(settings: ServerSettings, channel: Channel):
     )
     num_slots = model.allocate_kv_cache(config.draft_kv_cache_memory_bytes, most_useful)
     model.warm_up()
-    engine = DraftEngine(model, config, num_slots)
+    engine = DraftEngine(model, config, num_slots, part=Part(settings.part, settings.num_parts))
     dtype = str(model.dtype).removeprefix("torch.")
     channel.send(encode(Ready(PROTOCOL_VERSION, num_slots, model.max_length, settings.device, dtype)))
     return engine

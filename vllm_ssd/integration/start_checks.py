@@ -6,7 +6,7 @@ from typing import Any
 
 from vllm_ssd.addresses import targets_keys
 from vllm_ssd.config import SaguaroConfig
-from vllm_ssd.devices import choose_cores, choose_gpu, read_draft_devices, split_cores
+from vllm_ssd.devices import choose_cores, choose_gpu, read_draft_devices, read_group, split_cores
 from vllm_ssd.integration.hooks import check_hooks
 
 
@@ -72,6 +72,10 @@ def _draft_device(config: SaguaroConfig, parallel: Any) -> str:
 
     platform = "cpu" if current_platform.is_cpu() else current_platform.device_type
     num_gpus = 0 if platform == "cpu" else torch.cuda.device_count()
+    if config.draft_devices is not None:
+        _check_alone(config, parallel)
+        read_group(config.draft_devices, platform, num_gpus)
+        return config.draft_device
     if parallel.use_ray and platform != "cpu":
         if config.draft_device != "auto":
             raise ValueError(
@@ -94,6 +98,21 @@ def _draft_device(config: SaguaroConfig, parallel: Any) -> str:
         taken = parallel.world_size * num_ranks
         found = [choose_gpu(num_gpus, taken + rank) for rank in range(num_ranks)]
     return "|".join(map(str, found))
+
+
+def _check_alone(config: SaguaroConfig, parallel: Any) -> None:
+    """Several drafts are for one target whose devices are named: not for Ray, nor for several ranks here."""
+    found = f"speculative_config['draft_devices'] is {list(config.draft_devices)!r}"
+    if parallel.use_ray:
+        raise ValueError(
+            f"{found}: on Ray there is one draft, in a bundle of the placement group; leave it out, or use "
+            "distributed_executor_backend 'mp'."
+        )
+    if parallel.data_parallel_size_local > 1:
+        raise ValueError(
+            f"{found}: the target has {parallel.data_parallel_size_local} data parallel ranks on this machine, which "
+            "have one draft each; name theirs in draft_device, joined by '|', or start one engine for each replica."
+        )
 
 
 def _check_keys(config: SaguaroConfig) -> None:
