@@ -100,6 +100,27 @@ def test_the_rule_is_not_applied_to_small_targets() -> None:
     assert advisor.advise(Target("t", 7e9), [Candidate("d", 1e8)], Setting()).rule_applies
 
 
+def test_laws_alone_never_say_take() -> None:
+    """Where the law's α is an end of its range, it says nothing at all."""
+    one, eight = Candidate("1B", 1e9), Candidate("8B", 8e9)
+    found = advisor.advise(Target("t", 70e9), [eight, one], Setting())
+    assert not found.measured and found.chosen.candidate.name == "1B"
+    assert found.sentence.startswith("Not measured. By laws alone 1B would do best, with saguaro")
+    same = advisor.advise(Target("t", 70e9), [Candidate("d", 70e9)], Setting())
+    assert "1.00x of what t gives alone: not worth it" in same.sentence
+    surprised = dataclasses.replace(one, same_tokenizer=True, perplexity=120.0)
+    found = advisor.advise(Target("t", 70e9, perplexity=10.0), [surprised], Setting())
+    assert found.assessments[0].law_acceptance == 0.0
+    assert found.chosen is None and found.any_fits
+    assert found.sentence.startswith("No recommendation: nothing was measured")
+    assert "add --measure" in found.sentence
+
+
+def test_measured_drafts_are_recommended_however_small_the_target() -> None:
+    found = advisor.advise(dataclasses.replace(TARGET, params=1e8), [candidate("d", 1e7, 0.7, 0.001)], Setting())
+    assert found.measured and found.sentence.startswith("Take d with saguaro")
+
+
 # ---- figures from real models ----
 
 
@@ -236,6 +257,28 @@ def test_incomplete_models_are_refused(tmp_path: Path) -> None:
     (tmp_path / "draft" / "model.safetensors.index.json").write_text(index)
     with pytest.raises(ValueError, match="incomplete: its index names model-00002"):
         _ = ModelFiles(str(tmp_path / "draft")).num_params
+
+
+def test_models_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    from vllm_ssd.sdsl.models import ModelFiles, labels
+
+    def made(*parts: str) -> ModelFiles:
+        folder = tmp_path.joinpath(*parts)
+        folder.mkdir(parents=True, exist_ok=True)
+        return ModelFiles(str(folder))
+
+    target, small, one, two = made("x", "model"), made("small"), made("a", "draft"), made("b", "draft")
+    assert labels(target, [small, one]) == ["model", "small", "draft"]
+    assert labels(target, [small, one, two]) == ["model", "small", "a/draft", "b/draft"]
+    assert labels(target, [made("y", "model"), small]) == ["x/model", "y/model", "small"]
+    assert labels(target, [target, one]) == ["model", "model (itself)", "draft"]
+    assert labels(ModelFiles("owner/model"), [target, ModelFiles("other/model")]) == [
+        "owner/model",
+        "model",
+        "other/model",
+    ]
+    with pytest.raises(ValueError, match="is given twice"):
+        labels(target, [one, ModelFiles(f"{tmp_path}/a/../a/draft")])
 
 
 def test_missing_folders_are_named() -> None:

@@ -95,7 +95,7 @@ def _check(args: argparse.Namespace) -> None:
 def _given(args: argparse.Namespace, options: Sequence[str]) -> str | None:
     """The first of the options that was given."""
     values = {option: getattr(args, option[2:].replace("-", "_")) for option in options}
-    return next((option for option, value in values.items() if value not in (None, False)), None)
+    return next((option for option, value in values.items() if value is not None and value is not False), None)
 
 
 class _Progress:
@@ -159,7 +159,7 @@ def _text(path: Path | None) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
-        raise ValueError(f"--text is {str(path)!r}, which is no text in UTF-8.") from None
+        raise ValueError(f"--text is {str(path)!r}, which is no text in UTF-8; give a text file.") from None
     except OSError as error:
         raise ValueError(
             f"--text is {str(path)!r}, which cannot be read ({error.strerror}); give a text file."
