@@ -41,6 +41,13 @@ def test_every_command_has_help(command: str, capsys) -> None:
     assert "--" in capsys.readouterr().out
 
 
+def test_a_missing_library_is_named_with_its_remedy() -> None:
+    code = "import sys; sys.modules['scipy'] = None\nfrom vllm_ssd.cli import main\nmain(['advise'])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr == "vllm-ssd advise: scipy is not installed: pip install 'vllm-ssd[advise]'\n"
+
+
 # ---- simulate ----
 
 

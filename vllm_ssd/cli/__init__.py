@@ -31,7 +31,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, about in _COMMANDS.items():
         commands[name] = adder.add_parser(name, help=about, description=about[0].upper() + about[1:] + ".")
         if name == chosen:
-            module = importlib.import_module(f"vllm_ssd.cli.{name.replace('-', '_')}")
+            try:
+                module = importlib.import_module(f"vllm_ssd.cli.{name.replace('-', '_')}")
+            except ModuleNotFoundError as error:
+                commands[name].error(f"{error.name} is not installed: pip install 'vllm-ssd[advise]'")
             module.add_arguments(commands[name])
             commands[name].set_defaults(run=module.run)
     args = parse(parser, commands, given)
