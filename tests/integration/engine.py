@@ -139,7 +139,7 @@ class EngineProcess:
 
     # ---- the end ----
 
-    def close(self, timeout: float = 60.0) -> int:
+    def close(self, timeout: float = 180.0) -> int:
         """End it as a program ends that has nothing more to do; returns the exit status."""
         if self.process.poll() is None:
             try:
