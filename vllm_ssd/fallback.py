@@ -5,6 +5,10 @@ for the m drafts that bring the most. Waiting costs time in which the batch woul
 second, so the gain of a round is N(m) − R · (T_v(m) + T_jit(m)), N being the expected tokens of the
 whole batch and R its rate in the long run; every quantity is measured while running. (To compare
 N(m) / T(m) of this round alone is wrong: a round after a miss is a poor one, and would wait too long.)
+
+The choice also decides how the next round begins. Where no drafts are verified, the verification can
+end in one place only, and the tree bets on that with all its branches: the round after is a hit more
+often than after a wait. A hit is worth what it emits more than a miss.
 """
 
 from collections.abc import Sequence
@@ -30,6 +34,7 @@ class FallbackRule:
         self._wait_time = LinearTime()  # by number of drafts waited for
         self._emitted = self._seconds = 0.0  # of the whole batch, over the recent rounds
         self._ngram_tokens = 1.0  # tokens a row emits after n-grams were looked up
+        self._next_hit = {True: 0.5, False: 0.5}  # chance of a hit in the round after a wait, after none
         self._decisions = 0
 
     def observe_wait(self, num_drafts: int, seconds: float) -> None:
@@ -39,6 +44,10 @@ class FallbackRule:
     def observe_ngrams(self, num_emitted: int) -> None:
         """A row that took n-grams, or found none, emitted so many tokens."""
         self._ngram_tokens += 0.05 * (num_emitted - self._ngram_tokens)
+
+    def observe_next(self, waited: bool, hit: float) -> None:
+        """In the round after a miss, which waited or did not, this part of the row's drafts was there."""
+        self._next_hit[waited] += 0.05 * (hit - self._next_hit[waited])
 
     def observe_round(self, num_emitted: int, seconds: float) -> None:
         """A round of the whole batch emitted so many tokens, from one selection of drafts to the next."""
@@ -66,7 +75,11 @@ class FallbackRule:
         self._decisions += 1
         if not self._wait_time.known or self._decisions % _PROBE_EVERY == 0:
             return depth
-        return max(range(depth, -1, -1), key=lambda m: self._gain(hits, misses, m))
+        worth_of_hit = max(self._depth.expected_tokens(depth) - self._ngram_tokens, 0.0)
+        return max(
+            range(depth, -1, -1),
+            key=lambda m: self._gain(hits, misses, m) + misses * self._next_hit[m > 0] * worth_of_hit,
+        )
 
     def _gain(self, hits: Sequence[int], misses: int, wanted: int) -> float:
         """Expected tokens of the batch if the misses wait for `wanted` drafts, less what the time would bring."""

@@ -175,6 +175,8 @@ class Proposer:
         stayed = request.tree.commit(row.emitted)
         proposal = _proposal(request, limit)
         proposal.late = stayed and len(proposal.token_ids) < limit
+        if limit > 0 and request.source in ("draft", "ngram"):
+            self._fallback.observe_next(request.source == "draft", len(proposal.token_ids) / limit)
         return proposal
 
     def _fall_back(

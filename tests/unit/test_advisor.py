@@ -259,6 +259,18 @@ def test_incomplete_models_are_refused(tmp_path: Path) -> None:
         _ = ModelFiles(str(tmp_path / "draft")).num_params
 
 
+def test_code_of_a_model_runs_only_if_it_is_trusted(tmp_path: Path) -> None:
+    from vllm_ssd.sdsl.models import ModelFiles
+
+    (tmp_path / "own.py").write_text(
+        "from transformers import PretrainedConfig\nclass Own(PretrainedConfig):\n    model_type = 'own_model'\n"
+    )
+    (tmp_path / "config.json").write_text('{"model_type": "own_model", "auto_map": {"AutoConfig": "own.Own"}}')
+    with pytest.raises(ValueError, match="no config that transformers can read"):
+        _ = ModelFiles(str(tmp_path)).config
+    assert ModelFiles(str(tmp_path), trust_remote_code=True).config.model_type == "own_model"
+
+
 def test_models_of_one_name_are_told_apart(tmp_path: Path) -> None:
     from vllm_ssd.sdsl.models import ModelFiles, labels
 

@@ -260,6 +260,21 @@ def test_a_wait_is_priced_by_what_other_rounds_bring() -> None:
     assert fallback.drafts_to_wait_for([], 1, K) >= alone
 
 
+def test_what_a_wait_does_to_the_next_round_counts() -> None:
+    """It waits although a round without drafts would make the next one a hit."""
+    fallback = waited(rule(), 0.003)
+    for _ in range(50):
+        fallback.observe_round(3, 0.030)
+    assert fallback.drafts_to_wait_for([], 1, K) > 0
+    for _ in range(100):
+        fallback.observe_next(waited=True, hit=0.2)
+        fallback.observe_next(waited=False, hit=1.0)
+    assert fallback.drafts_to_wait_for([], 1, K) == 0
+    for _ in range(100):
+        fallback.observe_next(waited=False, hit=0.2)
+    assert fallback.drafts_to_wait_for([], 1, K) > 0
+
+
 @pytest.mark.parametrize("per_draft", (0.0001, 0.01, 1.0))
 @pytest.mark.parametrize("depth", (1, K))
 def test_it_never_waits_for_more_than_the_depth(per_draft: float, depth: int) -> None:

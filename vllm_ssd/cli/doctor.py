@@ -18,6 +18,7 @@ _PLUGIN_GROUP, _PLUGIN = "vllm.general_plugins", "saguaro"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", help="folder or hub name of a target, to be checked with --draft")
     parser.add_argument("--draft", help="folder or hub name of a draft")
+    parser.add_argument("--trust-remote-code", action="store_true", help="let models run code from their repositories")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -25,7 +26,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("--model and --draft are checked as a pair: give both.")
     checks: list[Callable[[], Iterator[Finding]]] = [versions, plugin, hooks, draft_devices]
     if args.model is not None:
-        checks.append(lambda: pair(args.model, args.draft))
+        checks.append(lambda: pair(args.model, args.draft, args.trust_remote_code))
     healthy = True
     for check in checks:
         for finding in _guarded(check):
@@ -122,11 +123,11 @@ def draft_devices() -> Iterator[Finding]:
         yield Finding(count > 1, str(error).rstrip("."))
 
 
-def pair(model: str, draft: str) -> Iterator[Finding]:
+def pair(model: str, draft: str, trust_remote_code: bool = False) -> Iterator[Finding]:
     """Whether the two can work together: weights, tokenizers, vocabularies, context."""
     from vllm_ssd.sdsl.models import ModelFiles
 
-    files = {"target": ModelFiles(model), "draft": ModelFiles(draft)}
+    files = {"target": ModelFiles(model, trust_remote_code), "draft": ModelFiles(draft, trust_remote_code)}
     for role, each in files.items():
         try:
             yield Finding(True, f"{role} {each.name}: {each.config.model_type}, {each.num_params:,} parameters")
