@@ -471,6 +471,14 @@ WRONG_COMMANDS = {
 }
 
 
+def test_a_folder_that_does_not_exist_is_named() -> None:
+    """The user reads what a hub name may consist of."""
+    options = ["--device", "cpu:0", "--listen", "ipc:///tmp/x"]
+    command = [sys.executable, "-m", "vllm_ssd.cli", "serve-draft", "/no/such", *options]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 2 and run.stderr == "vllm-ssd serve-draft: MODEL is '/no/such'; there is no such folder\n"
+
+
 @pytest.mark.parametrize("options", WRONG_COMMANDS)
 def test_wrong_options_of_the_command(options: str) -> None:
     """The command ends with a traceback, or starts."""

@@ -141,6 +141,9 @@ def pair(model: str, draft: str, trust_remote_code: bool = False) -> Iterator[Fi
         )
         return
     sizes = [each.config.vocab_size for each in (target, small)]
+    if min(sizes) < 1:
+        yield Finding(False, f"vocab_size is {min(sizes)} in a config.json: it must be above 0")
+        return
     padding = "" if sizes[0] == sizes[1] else f", padded to {sizes[0]:,} and {sizes[1]:,} ids, which is fine"
     yield Finding(True, f"same tokenizer, {len(target.tokenizer):,} tokens{padding}")
     larger = small.num_params > target.num_params

@@ -45,6 +45,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _config(args: argparse.Namespace) -> SaguaroConfig:
+    is_path = args.model.startswith((os.path.sep, ".", "~"))
+    if is_path and not os.path.isdir(os.path.expanduser(args.model)):
+        raise ValueError(f"MODEL is {args.model!r}; there is no such folder")
     if args.max_targets < 1:
         raise ValueError(f"--max-targets is {args.max_targets}; it must be at least 1")
     if args.kv_cache_memory_bytes is not None and args.kv_cache_memory_bytes < 1 << 20:

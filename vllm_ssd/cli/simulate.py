@@ -15,6 +15,8 @@ from vllm_ssd.simulator import FALLBACKS, Figures, Scenario
 from vllm_ssd.theory import StepTime
 
 _NUDGE = 0.05  # acceptance rate up and down, for the line of sensitivity
+_LONGEST_MS = 1e6
+_MOST_ROWS = 4096
 _SLOWER = 1.5  # draft steps take so much longer, for the same line
 
 
@@ -80,6 +82,8 @@ class Result:
 
 def adjusted(scenario: Scenario, args: argparse.Namespace) -> Scenario:
     """The scenario with what the user set. Raises `ValueError` naming the option."""
+    if max(args.batch) > _MOST_ROWS:
+        raise ValueError(f"--batch has {max(args.batch)}; it must be at most {_MOST_ROWS} rows.")
     changes: dict[str, Any] = {
         "draft_devices": args.draft_devices,
         "tree_devices": args.tree_devices,
@@ -98,8 +102,8 @@ def adjusted(scenario: Scenario, args: argparse.Namespace) -> Scenario:
 def _seconds(option: str, milliseconds: float | None, least: float = 1e-6) -> float | None:
     if milliseconds is None:
         return None
-    if not (math.isfinite(milliseconds) and milliseconds >= least):
-        raise ValueError(f"{option} is {milliseconds:g}; it must be a number of milliseconds above 0.")
+    if not least <= milliseconds <= _LONGEST_MS:
+        raise ValueError(f"{option} is {milliseconds:g}; it must be milliseconds, above 0 and up to {_LONGEST_MS:g}.")
     return 1e-3 * milliseconds
 
 

@@ -134,10 +134,9 @@ def _params_in(file: Path) -> int:
             raise ValueError(f"{str(file)!r} is no .safetensors file; perhaps it was not fetched whole.")
         try:
             head = json.loads(stream.read(struct.unpack("<Q", prefix)[0]))
-        except (ValueError, MemoryError, OverflowError) as error:
+            return sum(_product(entry["shape"]) for key, entry in head.items() if key != "__metadata__")
+        except (ValueError, MemoryError, OverflowError, AttributeError, KeyError, TypeError) as error:
             raise ValueError(f"{str(file)!r} is no .safetensors file; perhaps it is a Git LFS pointer.") from error
-    sizes = [entry["shape"] for key, entry in head.items() if key != "__metadata__"]
-    return sum(_product(shape) for shape in sizes)
 
 
 def _product(shape: list[int]) -> int:
