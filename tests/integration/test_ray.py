@@ -4,52 +4,17 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from pathlib import Path
 
-import psutil
 import pytest
 
 from .engine import DRAFT, TARGET, EngineFailed, EngineProcess, check_same_tokens, prompts, requests_for, saguaro
+from .ray_cluster import RayCluster, actors, until
 
 pytest.importorskip("ray", reason='Ray is not installed: pip install -e ".[ray]"')
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
-SHIM = Path(__file__).with_name("ray_on_cpu")
 GREEDY = {"temperature": 0, "max_tokens": 32, "ignore_eos": True}
 REQUESTS = requests_for(prompts("docs")[:3] + prompts("chat")[:3], GREEDY)
-
-
-class RayCluster:
-    """Raylets on this machine that claim to have GPUs."""
-
-    def __init__(self, *num_gpus: int) -> None:
-        from ray.cluster_utils import Cluster
-
-        before = {name: os.environ.get(name) for name in self.environment()}
-        os.environ.update(self.environment())
-        try:
-            self._cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "num_gpus": num_gpus[0]})
-            for count in num_gpus[1:]:
-                self._cluster.add_node(num_cpus=4, num_gpus=count)
-        finally:
-            for name, value in before.items():
-                os.environ.pop(name) if value is None else os.environ.update({name: value})
-        self.address: str = self._cluster.address
-
-    @staticmethod
-    def environment() -> dict[str, str]:
-        paths = [str(SHIM), *filter(None, [os.environ.get("PYTHONPATH")])]
-        return {
-            "PYTHONPATH": os.pathsep.join(paths),
-            "RAY_USAGE_STATS_ENABLED": "0",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "HF_HUB_OFFLINE": "1",
-            "OMP_NUM_THREADS": "1",
-        }
-
-    def close(self) -> None:
-        self._cluster.shutdown()
 
 
 def start(cluster: RayCluster, ranks: int = 1, **options) -> EngineProcess:
@@ -69,22 +34,6 @@ def start(cluster: RayCluster, ranks: int = 1, **options) -> EngineProcess:
         },
         **options,
     )
-
-
-def actors(kind: str) -> list[psutil.Process]:
-    """Processes of Ray actors of this class."""
-    found = []
-    for process in psutil.process_iter(["cmdline"]):
-        if process.info["cmdline"] and process.info["cmdline"][0].startswith(f"ray::{kind}"):
-            found.append(process)
-    return found
-
-
-def until(condition, what: str, seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.2)
 
 
 def work_until_hits(engine: EngineProcess, expected: list[dict], what: str) -> None:
@@ -161,7 +110,7 @@ def test_an_actor_that_hangs_is_replaced(cluster, baseline, slow_target):
         try:
             until(lambda: engine.generate(REQUESTS[:1]) and engine.warnings(), "the silence was not noticed")
             check_same_tokens(engine.generate(REQUESTS), expected, "while the actor hangs")
-            until(lambda: engine.generate(REQUESTS[:1]) and engine.stats()["draft_up"], "no new actor", 120)
+            until(lambda: engine.generate(REQUESTS[:1]) and engine.stats()["draft_up"], "no new actor", 600)
         finally:
             if draft.is_running():
                 draft.kill()

@@ -10,6 +10,7 @@ from vllm.config.speculative import SpeculativeConfig
 from vllm.config.utils import config
 
 from vllm_ssd.config import SaguaroConfig
+from vllm_ssd.integration import request_options
 
 DRAFTER = "vllm_ssd.integration.drafter.SaguaroDrafter"
 
@@ -32,6 +33,11 @@ class SaguaroSpeculativeConfig(SpeculativeConfig):
         # vLLM's n-gram proposer reads these from here; `custom_class` sets them to 0.
         self.prompt_lookup_min = self.saguaro.prompt_lookup_min
         self.prompt_lookup_max = self.saguaro.prompt_lookup_max
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """The process that takes requests may have got its configuration from another one, as in Ray Serve."""
+        self.__dict__.update(state)
+        request_options.install()
 
     def __repr__(self) -> str:
         return f"SpeculativeConfig(method='saguaro', {self.saguaro!r})"
