@@ -117,21 +117,17 @@ def read_group(settings: Sequence[str], platform: str, num_gpus: int) -> list[Dr
     found: list[DraftDevice] = []
     for setting in settings:
         if setting == "auto":
-            raise _group_refusal(settings, "'auto' does not stand in a list; name each device, or use draft_device")
+            raise _refusal(list(settings), "'auto' does not stand in a list; name each device, or use draft_device")
         try:
             device = _parse(setting, platform, num_gpus)
         except _Unknown as error:
-            raise _group_refusal(settings, f"{setting!r} must be {error}") from None
+            raise _refusal(list(settings), f"{setting!r} must be {error}") from None
         except ValueError as error:
-            raise _group_refusal(settings, f"of {setting!r}: {error}") from None
+            raise _refusal(list(settings), f"of {setting!r}: {error}") from None
         if device in found and not device.cores:
-            raise _group_refusal(settings, f"{str(device)!r} is named twice, and each draft needs a GPU of its own")
+            raise _refusal(list(settings), f"{str(device)!r} is named twice, and each draft needs a GPU of its own")
         found.append(device)
     return found
-
-
-def _group_refusal(settings: Sequence[str], reason: str) -> ValueError:
-    return ValueError(f"speculative_config['draft_devices'] is {list(settings)!r}: {reason}.")
 
 
 def _no_auto_in_lists(setting: str) -> DraftDevice:
@@ -197,5 +193,7 @@ def _ranges(cores: Iterable[int]) -> str:
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
-def _refusal(setting: str, reason: str) -> ValueError:
-    return ValueError(f"speculative_config['draft_device'] is {setting!r}: {reason}.")
+def _refusal(setting: str | list[str], reason: str) -> ValueError:
+    """`setting`: of `draft_device`, or, a list, of `draft_devices`."""
+    key = "draft_device" if isinstance(setting, str) else "draft_devices"
+    return ValueError(f"speculative_config[{key!r}] is {setting!r}: {reason}.")

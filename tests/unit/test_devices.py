@@ -72,8 +72,12 @@ def test_wrong_settings_are_refused_by_key(setting: str, platform: str, num_gpus
     """A device that is not there fails later, in the draft process, or without saying what would be right."""
     with pytest.raises(ValueError) as caught:
         read_draft_device(setting, platform, num_gpus)
-    message = str(caught.value)
-    assert message.startswith(f"speculative_config['draft_device'] is {setting!r}: ")
+    assert_refusal(str(caught.value), "draft_device", setting, hint)
+
+
+def assert_refusal(message: str, key: str, setting: str | list[str], hint: str) -> None:
+    """One sentence that names the option and what was given, and says what would be right."""
+    assert message.startswith(f"speculative_config[{key!r}] is {setting!r}: ")
     assert hint in message
     assert "\n" not in message and message.endswith(".")
 
@@ -102,10 +106,7 @@ def test_a_wrong_group_is_refused_by_key(settings: list[str], platform: str, num
     """Two drafts meet on one GPU, or the user is not told which device of the list is wrong."""
     with pytest.raises(ValueError) as caught:
         read_group(settings, platform, num_gpus)
-    message = str(caught.value)
-    assert message.startswith(f"speculative_config['draft_devices'] is {settings!r}: ")
-    assert hint in message
-    assert "\n" not in message and message.endswith(".")
+    assert_refusal(str(caught.value), "draft_devices", settings, hint)
 
 
 def test_the_first_gpu_after_the_targets_is_taken() -> None:

@@ -12,7 +12,7 @@ from vllm_ssd.config import SaguaroConfig
 from vllm_ssd.draft.engine import DraftEngine
 from vllm_ssd.draft.forecast import Forecast, Part
 from vllm_ssd.draft.group import DraftGroup
-from vllm_ssd.draft.link import State
+from vllm_ssd.draft.link import DraftLink, State
 from vllm_ssd.draft.sequence import Candidates
 from vllm_ssd.messages import (
     ELSEWHERE,
@@ -52,15 +52,7 @@ class Member:
         self.fails: str | None = None  # of its start
         self._queue: list[Push] = []
 
-    @property
-    def restarts(self) -> int:
-        return max(self.incarnation - 1, 0)
-
-    @property
-    def is_up(self) -> bool:
-        return self.state is State.UP
-
-    pid = None
+    restarts, is_up, pid = DraftLink.restarts, DraftLink.is_up, DraftLink.pid
 
     def describe(self) -> str:
         return f"member {self.part}"
