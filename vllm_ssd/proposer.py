@@ -70,6 +70,17 @@ class _Request:
     times_lost: int = 0  # the draft could not go on with it
 
 
+@dataclass
+class _Turn:
+    """One selection of drafts; lists by place in the batch."""
+
+    rows: Sequence[Row]
+    limits: list[int]  # drafts each may take now
+    proposals: list[Proposal]
+    missed: list[int]  # rows that found nothing in their tree
+    waiting: dict[int, int] = field(default_factory=dict)  # of these, who waits for the draft, and for how many
+
+
 NgramProposer = Callable[[Sequence[int]], dict[int, list[int]]]
 """Rows (by place in the batch) → their n-gram drafts, already cut to the row's limit."""
 
@@ -140,16 +151,18 @@ class Proposer:
         proposals = [self._walk(row, limit) for row, limit in zip(rows, limits)]
         self.totals.late_rounds += any(proposal.late for proposal in proposals)
         missed = [i for i, proposal in enumerate(proposals) if not proposal.token_ids and limits[i] > 0]
-        waiting = self._fall_back(rows, proposals, missed, limits, ngrams)
-        self._send(self._outcomes(rows, proposals, missed, limits, waiting))
+        turn = _Turn(rows, limits, proposals, missed)
+        if missed:
+            self._fall_back(turn, ngrams)
+        self._send(self._outcomes(turn))
         selected = time.perf_counter()
         self.totals.select_seconds += selected - began
-        if waiting:
-            self._wait(rows, proposals, waiting)
+        if turn.waiting:
+            self._wait(turn)
             if self._has_parts:
-                self._tell_the_others(rows, proposals, waiting)
+                self._tell_the_others(turn)
             self.totals.wait_seconds += time.perf_counter() - selected
-        self._count(rows, proposals, missed, limits, waiting)
+        self._count(turn)
         return proposals
 
     def _samples(self, row: Row) -> bool:
@@ -179,30 +192,21 @@ class Proposer:
             self._fallback.observe_next(request.source == "draft", len(proposal.token_ids) / limit)
         return proposal
 
-    def _fall_back(
-        self,
-        rows: Sequence[Row],
-        proposals: list[Proposal],
-        missed: list[int],
-        limits: list[int],
-        ngrams: NgramProposer,
-    ) -> dict[int, int]:
-        """Give the rows that missed n-grams, or decide that they wait: row → drafts to wait for."""
-        if not missed:
-            return {}
-        can_wait = [i for i in missed if self._knows(rows[i])]
-        missed_rows = set(missed)
-        hits = [len(proposal.token_ids) for i, proposal in enumerate(proposals) if i not in missed_rows]
-        wanted = self._fallback.drafts_to_wait_for(hits, len(can_wait), max(limits))
-        waiting = {i: min(wanted, limits[i]) for i in can_wait} if wanted else {}
-        others = [i for i in missed if i not in waiting]
+    def _fall_back(self, turn: _Turn, ngrams: NgramProposer) -> None:
+        """Give the rows that missed n-grams, or decide that they wait."""
+        can_wait = [i for i in turn.missed if self._knows(turn.rows[i])]
+        missed = set(turn.missed)
+        hits = [len(proposal.token_ids) for i, proposal in enumerate(turn.proposals) if i not in missed]
+        wanted = self._fallback.drafts_to_wait_for(hits, len(can_wait), max(turn.limits))
+        if wanted:
+            turn.waiting = {i: min(wanted, turn.limits[i]) for i in can_wait}
+        others = [i for i in turn.missed if i not in turn.waiting]
         if others and self._fallback.takes_ngrams():
             for i, token_ids in ngrams(others).items():
-                token_ids = token_ids[: limits[i]]
-                proposals[i] = Proposal(token_ids, [None] * len(token_ids))
+                token_ids = token_ids[: turn.limits[i]]
+                turn.proposals[i] = Proposal(token_ids, [None] * len(token_ids))
                 self.totals.fallback_ngram += bool(token_ids)
-        self.totals.fallback_draft += len(waiting)
-        return waiting
+        self.totals.fallback_draft += len(turn.waiting)
 
     def _knows(self, row: Row) -> bool:
         """Whether the draft is up and has this row's tokens (all but the newest)."""
@@ -210,51 +214,45 @@ class Proposer:
         up = self._draft.state is State.UP
         return up and request is not None and request.known_to == self._draft.incarnation
 
-    def _outcomes(
-        self,
-        rows: Sequence[Row],
-        proposals: list[Proposal],
-        missed: list[int],
-        limits: list[int],
-        waiting: dict[int, int],
-    ) -> list[Outcome]:
+    def _outcomes(self, turn: _Turn) -> list[Outcome]:
         outcomes = []
-        for i, (row, proposal) in enumerate(zip(rows, proposals)):
+        for i, (row, proposal) in enumerate(zip(turn.rows, turn.proposals)):
             request = self._requests.get(row.req_id)
             if request is None:
                 continue
-            if i in missed:
-                request.source = "draft" if i in waiting else "ngram"
+            if i in turn.missed:
+                request.source = "draft" if i in turn.waiting else "ngram"
             else:
-                request.source = "part" if len(proposal.token_ids) < limits[i] else "tree"
+                request.source = "part" if len(proposal.token_ids) < turn.limits[i] else "tree"
             request.declined = False
             if self._knows(row):
-                outcomes.append(Outcome(request.seq_id, row.length, row.emitted, proposal.token_ids, waiting.get(i, 0)))
+                wanted = turn.waiting.get(i, 0)
+                outcomes.append(Outcome(request.seq_id, row.length, row.emitted, proposal.token_ids, wanted))
             elif self._draft.state is State.UP and request.times_lost < self._most_losses:
                 self._queue_start(request, row.history(), proposal.token_ids)
         return outcomes
 
-    def _wait(self, rows: Sequence[Row], proposals: list[Proposal], waiting: dict[int, int]) -> None:
+    def _wait(self, turn: _Turn) -> None:
         """Take JIT drafts as they come, until all are there or it takes too long."""
         began = time.perf_counter()
-        deadline = began + min(self._fallback.patience(max(waiting.values())), _LONGEST_WAIT)
-        open_rows = dict(waiting)
+        deadline = began + min(self._fallback.patience(max(turn.waiting.values())), _LONGEST_WAIT)
+        open_rows = dict(turn.waiting)
         while open_rows and (left := deadline - time.perf_counter()) > 0:
             self._receive(left)
             for i, wanted in list(open_rows.items()):
-                request = self._requests[rows[i].req_id]
-                proposals[i] = _proposal(request, wanted)
-                if len(proposals[i].token_ids) >= wanted or request.declined or not self._knows(rows[i]):
+                request = self._requests[turn.rows[i].req_id]
+                turn.proposals[i] = _proposal(request, wanted)
+                if len(turn.proposals[i].token_ids) >= wanted or request.declined or not self._knows(turn.rows[i]):
                     del open_rows[i]
         if self._draft.state is State.UP:
-            self._fallback.observe_wait(max(waiting.values()), time.perf_counter() - began)
+            self._fallback.observe_wait(max(turn.waiting.values()), time.perf_counter() - began)
 
-    def _tell_the_others(self, rows: Sequence[Row], proposals: list[Proposal], waiting: dict[int, int]) -> None:
+    def _tell_the_others(self, turn: _Turn) -> None:
         """What the rows that waited go on with, for the drafts that did not build it."""
         outcomes = [
-            Outcome(self._requests[rows[i].req_id].seq_id, rows[i].length, [], proposals[i].token_ids, 0)
-            for i in waiting
-            if self._knows(rows[i])
+            Outcome(self._requests[turn.rows[i].req_id].seq_id, turn.rows[i].length, [], turn.proposals[i].token_ids, 0)
+            for i in turn.waiting
+            if self._knows(turn.rows[i])
         ]
         if outcomes:
             self._draft.send_late(self._round([], outcomes, []))
@@ -325,33 +323,26 @@ class Proposer:
 
     # ---- figures ----
 
-    def _count(
-        self,
-        rows: Sequence[Row],
-        proposals: list[Proposal],
-        missed: list[int],
-        limits: list[int],
-        waiting: dict[int, int],
-    ) -> None:
+    def _count(self, turn: _Turn) -> None:
         totals = self.totals
         totals.rounds += 1
-        missed_rows = set(missed)
-        for i, (row, proposal) in enumerate(zip(rows, proposals)):
+        missed_rows = set(turn.missed)
+        for i, (row, proposal) in enumerate(zip(turn.rows, turn.proposals)):
             totals.emitted_tokens += len(row.emitted)
             totals.accepted_tokens += max(len(row.emitted) - 1, 0) if row.num_verified else 0
             totals.drafted_tokens += len(proposal.token_ids)
             totals.verified_rows += 1
-            if limits[i] == 0:
+            if turn.limits[i] == 0:
                 continue
             totals.lookups += 1
-            hit = i not in missed_rows and len(proposal.token_ids) >= limits[i]
+            hit = i not in missed_rows and len(proposal.token_ids) >= turn.limits[i]
             totals.observe_lookup(len(row.emitted) - 1, hit)
             if self._has_parts and i not in missed_rows:
                 totals.hits_per_part[proposal.part] += 1
             if i in missed_rows:
                 totals.misses += 1
-                totals.fallback_none += not proposal.token_ids and i not in waiting
-            elif len(proposal.token_ids) < limits[i]:
+                totals.fallback_none += not proposal.token_ids and i not in turn.waiting
+            elif len(proposal.token_ids) < turn.limits[i]:
                 totals.part_hits += 1
             else:
                 totals.hits += 1
