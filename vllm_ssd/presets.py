@@ -51,9 +51,16 @@ def forward_seconds(params: float, layers: int, gpu: Gpu, gpus: int) -> float:
 
 
 def _preset(
-    pair: str, target: tuple[float, int], draft: tuple[float, int], acceptance: float, k: int, over: tuple[float, float]
+    pair: str,
+    target: tuple[float, int],
+    draft: tuple[float, int],
+    acceptance: float,
+    k: int,
+    fan_out: int,
+    over: tuple[float, float],
 ) -> Preset:
     """`target`, `draft`: parameters and layers; `over`: published SSD over SD, SSD over none."""
+    branches = fan_out * (k + 1)
     verify = StepTime(forward_seconds(*target, H100, gpus=4), _TOKEN)
     step = StepTime(forward_seconds(*draft, H100, gpus=1) + _DRAFT_HOST, _BRANCH)
     scenario = Scenario(
@@ -63,7 +70,7 @@ def _preset(
         num_drafts=k,
         sd_num_drafts=k,
         overhead=_HOST,
-        branches=3 * (k + 1),
+        branches=branches,
         miss_at_one=_MISS_AT_ONE,
         waits_for_tree=True,
     )
@@ -73,7 +80,7 @@ def _preset(
         f"host {1e3 * _HOST:g} ms a round (Python engine); each further token of a verify {1e6 * _TOKEN:g} µs",
         f"draft step {1e3 * step.base:.1f} ms on one {H100.name}: {draft[0] / 1e9:g}B weights, {draft[1]} layers of "
         f"{1e6 * _LAYER_ALONE:g} µs, {1e3 * _DRAFT_HOST:g} ms of host; each further branch {1e6 * _BRANCH:g} µs",
-        f"K {k} and {3 * (k + 1)} branches, as in the reference outputs of the paper's engine",
+        f"K {k} and {branches} branches ({fan_out} a position), as in the reference outputs of the paper's engine",
         f"acceptance {acceptance:g}: from plain SD's published {over[1] / over[0]:.2f}x over no speculation",
         f"one candidate misses {_MISS_AT_ONE:.0%} of the outcomes, F candidates {_MISS_AT_ONE:g}/F (assumed)",
     )
@@ -81,6 +88,6 @@ def _preset(
 
 
 PRESETS = {
-    "llama-70b": _preset("Llama-3.1-70B, Llama-3.2-1B", (70.6e9, 80), (1.24e9, 16), 0.89, 6, (1.58, 4.68)),
-    "qwen3-32b": _preset("Qwen3-32B, Qwen3-0.6B", (32.8e9, 64), (0.6e9, 28), 0.68, 4, (1.49, 2.29)),
+    "llama-70b": _preset("Llama-3.1-70B, Llama-3.2-1B", (70.6e9, 80), (1.24e9, 16), 0.89, 6, 3, (1.58, 4.68)),
+    "qwen3-32b": _preset("Qwen3-32B, Qwen3-0.6B", (32.8e9, 64), (0.6e9, 28), 0.68, 4, 2, (1.49, 2.29)),
 }

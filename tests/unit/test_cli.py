@@ -81,10 +81,10 @@ def test_simulate_takes_changes(capsys) -> None:
 def test_simulate_splits_trees(capsys) -> None:
     common = ["simulate", "--preset", "qwen3-32b", "--batch", "8", "--rounds", "400"]
     assert main([*common, "--tree-devices", "2"]) == 0
-    assert "15 branches on each of 2 devices" in capsys.readouterr().out
+    assert "10 branches on each of 2 devices" in capsys.readouterr().out
     assert main([*common, "--tree-devices", "2", "--json", "-"]) == 0
     two = json.loads(capsys.readouterr().out)["qwen3-32b"]
-    assert two["scenario"]["tree_devices"] == 2 and two["scenario"]["branches"] == 15
+    assert two["scenario"]["tree_devices"] == 2 and two["scenario"]["branches"] == 10
     assert main([*common, "--json", "-"]) == 0
     one = json.loads(capsys.readouterr().out)["qwen3-32b"]
     assert two["figures"][0]["hit_rate"] > one["figures"][0]["hit_rate"] + 0.05

@@ -224,8 +224,8 @@ def test_long_run_rule_is_never_worse_than_both_fixed_rules() -> None:
 def test_presets_come_near_what_was_published(name: str) -> None:
     preset = PRESETS[name]
     figures = simulator.simulate(preset.scenario, 1)
-    assert figures.over_sd == pytest.approx(preset.over_sd, rel=0.10)
-    assert figures.over_none == pytest.approx(preset.over_none, rel=0.10)
+    assert figures.over_sd == pytest.approx(preset.over_sd, rel=0.03)
+    assert figures.over_none == pytest.approx(preset.over_none, rel=0.03)
 
 
 def test_the_same_seed_gives_the_same_figures() -> None:
