@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from vllm_ssd.config import SaguaroConfig
-from vllm_ssd.draft import graph_round
 from vllm_ssd.draft.engine import DraftEngine
+from vllm_ssd.draft.engine_choice import agrees, make_engine, make_round
+from vllm_ssd.draft.forecast import Part
 from vllm_ssd.draft.graph_decoder import GraphDecoder
 from vllm_ssd.draft.graph_engine import GraphEngine
 from vllm_ssd.draft.graph_round import GraphRound
@@ -17,6 +18,7 @@ from vllm_ssd.messages import Branches, Growth, Outcome, Round, Start, pack_toke
 
 DRAFT = str(Path(__file__).parents[1] / "data" / "models" / "draft")
 K, NUM_SLOTS = 3, 600
+WHOLE = Part()
 
 
 def model_and_config(**options) -> tuple[DraftModel, SaguaroConfig]:
@@ -26,15 +28,15 @@ def model_and_config(**options) -> tuple[DraftModel, SaguaroConfig]:
     return model, config
 
 
-def plain(**options) -> DraftEngine:
+def plain(part: Part = WHOLE, **options) -> DraftEngine:
     model, config = model_and_config(**options)
-    return DraftEngine(model, config, NUM_SLOTS)
+    return DraftEngine(model, config, NUM_SLOTS, part=part)
 
 
-def on_device(max_sequences: int = 4, **options) -> GraphEngine:
+def on_device(max_sequences: int = 4, part: Part = WHOLE, **options) -> GraphEngine:
     model, config = model_and_config(**options)
-    device_round = graph_round.make(GraphDecoder(model._decoder), model._pools, config, 4000, max_sequences, 64)
-    return GraphEngine(model, config, NUM_SLOTS, device_round, seed=0)
+    device_round = make_round(model, config, part, max_sequences, 64)
+    return GraphEngine(model, config, NUM_SLOTS, device_round, seed=0, part=part)
 
 
 def start(seq_id: int, prompt: list[int], temperature: float = 0.0) -> Start:
@@ -75,12 +77,18 @@ class Side:
             self.laws.append((item.token_ids, *unpack_law(item.law, len(item.token_ids))))
 
 
-def test_rounds_are_those_of_the_plain_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+def counted(name: str, monkeypatch: pytest.MonkeyPatch) -> list:
+    """Grows by one whenever this method of `GraphRound` is called."""
+    calls, method = [], getattr(GraphRound, name)
+    monkeypatch.setattr(GraphRound, name, lambda *args: (calls.append(name), method(*args))[1])
+    return calls
+
+
+@pytest.mark.parametrize("part", (WHOLE, Part(1, 2)), ids=("a whole tree", "a part of it"))
+def test_rounds_are_those_of_the_plain_engine(part: Part, monkeypatch: pytest.MonkeyPatch) -> None:
     """Slots, candidates or waves get lost between two rounds: hits, misses, cut drafts, requests that come and go."""
-    sides = [Side(plain()), Side(on_device())]
-    grown = []
-    grow = GraphRound.grow
-    monkeypatch.setattr(GraphRound, "grow", lambda self: (grown.append(self), grow(self)))
+    sides = [Side(plain(part)), Side(on_device(part=part))]
+    grown, forked = counted("grow", monkeypatch), counted("plant_most_probable", monkeypatch)
 
     def play(number: int, **news) -> dict:
         expected, mine = (side.play(number, **news) for side in sides)
@@ -101,6 +109,7 @@ def test_rounds_are_those_of_the_plain_engine(monkeypatch: pytest.MonkeyPatch) -
     # Sequence 2: everything accepted, and a bonus token that no branch has. Sequence 1 is over.
     play(4, outcomes=[Outcome(2, 8, [*chain[:K], 3998], [], 0)], finished=[1])
     assert len(grown) >= 4 * K  # the device, not the plain step, grew the trees
+    assert len(forked) == 2  # a miss alone: the first round, with its prompts, and the fourth
     for side in sides:
         side.play(5, finished=[0, 2], starts=[start(9, [1, 2])])
     assert sides[0].usage == pytest.approx(sides[1].usage)
@@ -133,3 +142,64 @@ def test_sampled_tokens_come_with_laws_that_hold_them() -> None:
         assert probs.shape == (5, 8)
         np.testing.assert_allclose(probs.sum(axis=1), 1.0, atol=1e-5)
         assert all(probs[row][ids[row] == token_id] > 0 for row, token_id in enumerate(token_ids))
+
+
+def test_fewer_outcomes_than_rows_leave_no_slots_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows without an outcome grow, are pushed, or keep their slots."""
+    forked = counted("plant_most_probable", monkeypatch)
+    sides = [Side(plain(tree_budget=40)), Side(on_device(tree_budget=40))]
+    for number, outcomes in enumerate(([], [Outcome(0, 4, [3999], [], 0)], [Outcome(0, 5, [3998], [], 0)]), 1):
+        starts = [start(0, [7, 8, 9])] if number == 1 else []
+        expected, mine = (side.play(number, starts, outcomes) for side in sides)
+        assert mine == expected and len(mine[0]) == 33  # the candidates that bets are chosen from
+        assert sides[0].usage == pytest.approx(sides[1].usage)
+    assert len(forked) == 3
+
+
+def test_the_device_waits_for_no_candidates_after_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The glue is read back before the branches are chosen."""
+    side = Side(on_device())
+    side.play(1, starts=[start(0, [7, 8, 9])])
+    forwards = []
+    monkeypatch.setattr(DraftEngine, "_forward", lambda self, batch: forwards.append(batch))
+    assert side.play(2, outcomes=[Outcome(0, 4, [3999], [], 0)])
+    assert not forwards
+
+
+@pytest.mark.parametrize(("choice", "kind"), [("auto", DraftEngine), ("off", DraftEngine), ("on", GraphEngine)])
+def test_the_environment_decides_on_a_cpu(choice: str, kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_SSD_DEVICE_ROUNDS", choice)
+    model, config = model_and_config()
+    assert type(make_engine(model, config, NUM_SLOTS, WHOLE, 4, 64)) is kind
+
+
+def test_another_choice_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_SSD_DEVICE_ROUNDS", "yes")
+    model, config = model_and_config()
+    with pytest.raises(ValueError, match="VLLM_SSD_DEVICE_ROUNDS is 'yes'; it must be one of auto, on, off"):
+        make_engine(model, config, NUM_SLOTS, WHOLE, 4, 64)
+
+
+@pytest.mark.parametrize("fault", ("wrong", "raises"))
+def test_a_device_that_computes_something_else_is_not_used(
+    fault: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A kernel that a new compiler breaks costs the drafts, or the start."""
+    logits = GraphDecoder.logits
+
+    def broken(self: GraphDecoder, hidden: torch.Tensor) -> torch.Tensor:
+        if fault == "raises":
+            raise RuntimeError("no such instruction")
+        return 0.8 * logits(self, hidden)
+
+    monkeypatch.setattr(GraphDecoder, "logits", broken)
+    monkeypatch.setenv("VLLM_SSD_DEVICE_ROUNDS", "on")
+    model, config = model_and_config()
+    assert type(make_engine(model, config, NUM_SLOTS, WHOLE, 4, 64)) is DraftEngine
+    reason = {"wrong": "its logits differ", "raises": "RuntimeError: no such instruction"}[fault]
+    assert reason in caplog.text
+
+
+def test_the_trial_of_a_round_passes_where_it_works() -> None:
+    model, config = model_and_config()
+    assert agrees(make_round(model, config, WHOLE, 4, 64), model)

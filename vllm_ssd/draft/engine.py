@@ -200,7 +200,7 @@ class DraftEngine:
         glue, waiting, growing, prefill, forks = self._work()
         began = time.perf_counter()
         if glue:
-            yield from self._feed_pending(glue, _GLUE_LIMIT)
+            yield from self._glue(glue)
         elif waiting:
             yield from self._jit_step(waiting)
         elif forks:
@@ -290,6 +290,10 @@ class DraftEngine:
         if len(sequence.slots) > before:
             self._prefill_time.observe(len(sequence.slots) - before, time.perf_counter() - began)
 
+    def _glue(self, sequences: list[Sequence]) -> Forwards:
+        """What an outcome left without KV: the target's own tokens, and drafts that were not ours."""
+        yield from self._feed_pending(sequences, _GLUE_LIMIT)
+
     def _feed_pending(self, sequences: list[Sequence], limit: int) -> Forwards:
         """Compute the KV of tokens that have none, and the candidates after the last of them."""
         began = time.perf_counter()
@@ -345,21 +349,30 @@ class DraftEngine:
 
     def _fork(self, sequences: list[Sequence]) -> None:
         """Hang a wave of branches: at row j the top candidates without the trunk's own next token."""
+        width, steps = self._plan(sequences)
+        for sequence in sequences:
+            built = {(branch.offset, branch.tokens[0]) for branch in sequence.branches}
+            outcomes = self._forecast.outcomes(sequence, len(built) + width)
+            outcomes = [outcome for outcome in outcomes if outcome not in built][:width]
+            self._hang(sequence, outcomes, steps)
+
+    def _plan(self, sequences: list[Sequence]) -> tuple[int, int]:
+        """Branches of a wave, and the steps by which it is to grow."""
         self._forecast.learn()
         depth = max(self._depth, 1)
         width = self._pace.width(len(sequences), depth)
         self._latest_size = (width, depth)
-        for sequence in sequences:
-            sequence.fork_due = False
-            built = {(branch.offset, branch.tokens[0]) for branch in sequence.branches}
-            outcomes = self._forecast.outcomes(sequence, len(built) + width)
-            outcomes = [outcome for outcome in outcomes if outcome not in built][:width]
-            # One step more than is handed out: it computes the KV and the candidates of the last
-            # draft, so that a hit needs no glue. If there is no time for it, nothing is late.
-            sequence.hang(outcomes, steps=depth + 1)
-            self._latest_fan_out = np.bincount([o for o, _ in outcomes], minlength=len(sequence.trunk) + 1).tolist()
-            if outcomes:
-                self._outbox.add_branches(sequence, self._sequences.round_id, outcomes)
+        # One step more than is handed out: it computes the KV and the candidates of the last
+        # draft, so that a hit needs no glue. If there is no time for it, nothing is late.
+        return width, depth + 1
+
+    def _hang(self, sequence: Sequence, outcomes: list[tuple[int, int]], steps: int) -> None:
+        """A wave that bets on these outcomes; the target hears of it."""
+        sequence.fork_due = False
+        sequence.hang(outcomes, steps)
+        self._latest_fan_out = np.bincount([o for o, _ in outcomes], minlength=len(sequence.trunk) + 1).tolist()
+        if outcomes:
+            self._outbox.add_branches(sequence, self._sequences.round_id, outcomes)
 
     def _tree_step(self, sequences: list[Sequence]) -> Forwards:
         """One token for each branch of all waves, in one flat batch."""
@@ -399,13 +412,13 @@ class DraftEngine:
             if sequence.steps_left > 1:
                 on_time = self._pace.branches_on_time(len(sequence.wave) * len(sequences), sequence.steps_left - 1)
                 del sequence.wave[max(on_time // len(sequences), 1) :]
-        last = [sequence for sequence in sequences if sequence.steps_left == 1]
-        most = self._pace.branches_of_one_more_step(sum(len(sequence.wave) for sequence in last))
+        last = sum(len(sequence.wave) for sequence in sequences if sequence.steps_left == 1)
+        most = self._pace.branches_of_one_more_step(last)
         growing = []
         for sequence in sequences:
             count = len(sequence.wave)
             if sequence.steps_left == 1:
-                count = min(count, most // len(last))
+                count = count * most // last
             if count:
                 growing.append((sequence, count))
             else:

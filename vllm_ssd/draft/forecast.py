@@ -48,14 +48,19 @@ class _Lesson:
     emitted: list[int]
 
 
+def candidates_wanted(config: SaguaroConfig, part: Part) -> int:
+    """Candidates of each row that a draft chooses its bets from."""
+    return min(part.count * config.most_branches, _MAX_FAN_OUT) + 1
+
+
 class Forecast:
     """Bets for all sequences."""
 
     def __init__(self, config: SaguaroConfig, part: Part | None = None) -> None:
         """`part`: None for a draft that builds whole trees."""
-        self._part = part or Part()
-        self._budget = self._part.count * config.most_branches  # of the whole tree
-        self.num_candidates = min(self._budget, _MAX_FAN_OUT) + 1
+        self.part = part or Part()
+        self._budget = self.part.count * config.most_branches  # of the whole tree
+        self.num_candidates = candidates_wanted(config, self.part)
         """Candidates wanted of each row: the trunk's own token may be among them."""
         self._fan_out = FanOut(config.fan_out)
         self._num_drafts = config.num_speculative_tokens
@@ -108,13 +113,23 @@ class Forecast:
         """How far the draft's probabilities are taken at their word, for greedy and for sampled rows."""
         return {name: self._sharpness[samples].value for name, samples in _CLASSES}
 
+    @property
+    def by_row(self) -> bool:
+        """Whether a row's own draft probabilities say where its branches go."""
+        return self._fan_out.by_row
+
+    def sharpness_of(self, sequence: Sequence) -> float:
+        """By what the logits of its candidates are multiplied before they are probabilities."""
+        value = self._sharpness[sequence.samples].value
+        return value / sequence.temperature if sequence.samples else value
+
     def outcomes(self, sequence: Sequence, budget: int) -> list[tuple[int, int]]:
         """At most `budget` bets of this draft's own: (drafts accepted, token that follows)."""
-        part = self._part
-        if self._fan_out.by_row and len(sequence.candidates) == len(sequence.trunk) + 1:
+        part = self.part
+        if self.by_row and len(sequence.candidates) == len(sequence.trunk) + 1:
             token_ids = np.stack([c.token_ids[: self.num_candidates] for c in sequence.candidates])
-            logits = np.stack([self._scaled(sequence, c) for c in sequence.candidates])
-            sharpness = self._sharpness[sequence.samples].value
+            logits = np.stack([c.logits[: self.num_candidates] for c in sequence.candidates])
+            sharpness = self.sharpness_of(sequence)
             if part.count == 1:
                 return most_probable_outcomes(token_ids, logits, sequence.trunk, budget, sharpness)
             ranking = most_probable_outcomes(token_ids, logits, sequence.trunk, token_ids.size, sharpness)

@@ -1,9 +1,11 @@
 """The engine over rounds on a device: tree steps feed one another there, one ahead of the host.
 
-What a wave of branches draws in a step is read while the device is at work on the next. Whatever does
-not fit a round on the device (waves that are not equally deep, more rows than the buffers hold) takes
-the engine's own step. A new outcome ends the round: what was built stays as it is, what is under way is
-not read. Tested on the CPU, where a round runs at once; no GPU was at hand.
+What a wave of branches draws in a step is read while the device is at work on the next. After an outcome
+that no branch foresaw the branches are chosen on the device too, behind the glue: nothing is read back
+until the first step has drawn. Whatever does not fit a round on the device (waves that are not equally
+deep, more rows than the buffers hold) takes the engine's own step. A new outcome ends the round: what was
+built stays as it is, what is under way is not read. Tested on the CPU, where a round runs at once; no GPU
+was at hand.
 """
 
 import dataclasses
@@ -13,8 +15,12 @@ import numpy as np
 import torch
 
 from vllm_ssd.config import SaguaroConfig
+from vllm_ssd.draft.batch import causal_group
 from vllm_ssd.draft.engine import DraftEngine, Forwards
-from vllm_ssd.draft.graph_round import GraphRound, Planting, Step
+from vllm_ssd.draft.forecast import Part
+from vllm_ssd.draft.graph_planting import Planting, Step
+from vllm_ssd.draft.graph_round import GraphRound
+from vllm_ssd.draft.graph_rows import host_rows
 from vllm_ssd.draft.sequence import Branch, Candidates, Sequence
 from vllm_ssd.messages import Round, pack_law
 
@@ -22,11 +28,25 @@ _AHEAD = 2  # steps under way: one that is read, one that keeps the device busy
 
 
 @dataclasses.dataclass
+class _Wave:
+    """A sequence's branches on the device."""
+
+    sequence: Sequence
+    first_row: int
+    tail: np.ndarray  # [n, steps] slots of its n branches
+    branches: list[Branch] = dataclasses.field(default_factory=list)  # n; none before the host knows them
+
+    @property
+    def rows(self) -> slice:
+        """Its rows in the results of a step."""
+        return slice(self.first_row, self.first_row + len(self.tail))
+
+
+@dataclasses.dataclass
 class _Planted:
     """Waves that grow on the device."""
 
-    waves: list[tuple[Sequence, list[Branch]]]
-    tails: list[np.ndarray]  # [n, steps] slots of each wave
+    waves: list[_Wave]
     steps: int  # in all
     enqueued: int = 0
     done: int = 0
@@ -34,17 +54,23 @@ class _Planted:
     @property
     def stands(self) -> bool:
         """Whether all sequences still want these waves to grow."""
-        return all(sequence.wave is wave and sequence.steps_left for sequence, wave in self.waves)
+        return all(w.sequence.wave is w.branches and w.sequence.steps_left for w in self.waves)
 
 
 class GraphEngine(DraftEngine):
     """Trees for all sequences of one target, grown on the device."""
 
     def __init__(
-        self, model, config: SaguaroConfig, num_slots: int, graph_round: GraphRound, seed: int | None = None
+        self,
+        model,
+        config: SaguaroConfig,
+        num_slots: int,
+        graph_round: GraphRound,
+        seed: int | None = None,
+        part: Part | None = None,
     ) -> None:
-        """`graph_round`: over the pools of `model`."""
-        super().__init__(model, config, num_slots, seed)
+        """`graph_round`: over the pools of `model`. Else as for `DraftEngine`."""
+        super().__init__(model, config, num_slots, seed, part=part)
         self._round = graph_round
         self._seeds = np.random.default_rng(seed)
         self._planted: _Planted | None = None
@@ -55,17 +81,29 @@ class GraphEngine(DraftEngine):
         if self._planted is not None and not self._planted.stands:
             self._end()
 
+    # ---- a wave that the host chose ----
+
     def _tree_step(self, sequences: list[Sequence]) -> Forwards:
         """One token for each branch of all waves."""
         began = time.perf_counter()
         planted = self._planted
-        if planted is None or not planted.stands or [s for s, _ in planted.waves] != sequences:
+        if planted is None or not planted.stands or [wave.sequence for wave in planted.waves] != sequences:
             self._end()
             planted = self._plant(sequences)
             if planted is None:
                 yield from super()._tree_step(sequences)
                 return
-        count = sum(len(wave) for _, wave in planted.waves)
+        count = sum(len(wave.branches) for wave in planted.waves)
+        self._enqueue(planted, count)
+        for step in self._round.finished(at_least=1) if planted.enqueued > planted.done else []:
+            self._take_in(planted, step)
+        self._end_if_full()
+        seconds = time.perf_counter() - began
+        self._outbox.add_tree_step(seconds)
+        self._pace.observe_step(count, seconds)
+
+    def _enqueue(self, planted: _Planted, count: int) -> None:
+        """Keep the device busy with the next steps over `count` rows."""
         while planted.enqueued < min(planted.done + _AHEAD, planted.steps):
             # The last step is optional: it must be over before the outcome, which it would delay.
             last = planted.enqueued == planted.steps - 1
@@ -75,46 +113,42 @@ class GraphEngine(DraftEngine):
             with torch.inference_mode():
                 self._round.grow()
             planted.enqueued += 1
-        for step in self._round.finished(at_least=1) if planted.enqueued > planted.done else []:
-            self._take_in(planted, step)
-        if planted.done == planted.steps:
-            for sequence, _ in planted.waves:
-                sequence.steps_left = 0
-            self._end()
-        seconds = time.perf_counter() - began
-        self._outbox.add_tree_step(seconds)
-        self._pace.observe_step(count, seconds)
 
     def _plant(self, sequences: list[Sequence]) -> _Planted | None:
         """Send the waves to the device, with slots for all their steps; None if they do not fit a round."""
-        shape, steps = self._round.shape, sequences[0].steps_left
-        waves = [(sequence, sequence.wave) for sequence in sequences]
+        steps = sequences[0].steps_left
+        sizes = [len(sequence.wave) for sequence in sequences]
         fresh = all(sequence.steps_left == steps for sequence in sequences)
-        fresh = fresh and not any(branch.slots for _, wave in waves for branch in wave)
-        fits = sum(len(wave) for _, wave in waves) <= shape.max_rows and len(waves) <= shape.max_sequences
-        if not fresh or not fits or steps > shape.depth or max(len(s.slots) for s in sequences) > shape.max_length:
+        fresh = fresh and not any(branch.slots for sequence in sequences for branch in sequence.wave)
+        if not fresh or not self._fits(sequences, sum(sizes), steps):
             return None
-        tails: list[np.ndarray] = []
-        for _, wave in waves:
-            slots = self._sequences.take_slots(len(wave) * steps, sequences)
-            if slots is None:
-                for tail in tails:
-                    self._pool.give_back(tail.reshape(-1))
-                return None
-            tails.append(slots.reshape(len(wave), steps))
-        self._planted = _Planted(waves, tails, steps)
+        slots = self._sequences.take_slots(sum(sizes) * steps, sequences)
+        if slots is None:
+            return None
+        tails = np.split(slots.reshape(-1, steps), np.cumsum(sizes)[:-1])
+        first_rows = np.cumsum([0, *sizes]).tolist()
+        waves = [_Wave(s, row, tail, s.wave) for s, row, tail in zip(sequences, first_rows, tails)]
+        self._planted = _Planted(waves, steps)
         with torch.inference_mode():
             self._round.set_trunks([sequence.slots.view() for sequence in sequences])
             self._round.plant(
-                [self._planting(place, sequence, tail) for place, (sequence, tail) in enumerate(zip(sequences, tails))],
-                [(branch.offset, branch.tokens[0]) for _, wave in waves for branch in wave],
+                [self._planting(place, wave) for place, wave in enumerate(waves)],
+                [(branch.offset, branch.tokens[0]) for wave in waves for branch in wave.branches],
                 self._forecast.fan_out(),
             )
         return self._planted
 
-    def _planting(self, place: int, sequence: Sequence, tail: np.ndarray) -> Planting:
-        padded = np.zeros((len(tail), self._round.shape.depth), dtype=np.int32)
-        padded[:, : tail.shape[1]] = tail
+    def _fits(self, sequences: list[Sequence], rows: int, steps: int) -> bool:
+        """Whether the buffers hold so many rows of these sequences, and so deep trees."""
+        shape = self._round.shape
+        longest = max(len(sequence.tokens) + len(sequence.trunk) for sequence in sequences)
+        within = rows <= shape.max_rows and len(sequences) <= shape.max_sequences
+        return within and steps <= shape.depth and longest <= shape.max_length
+
+    def _planting(self, place: int, wave: _Wave) -> Planting:
+        sequence = wave.sequence
+        padded = np.zeros((len(wave.tail), self._round.shape.depth), dtype=np.int32)
+        padded[:, : wave.tail.shape[1]] = wave.tail
         return Planting(
             place=place,
             length=len(sequence.tokens),
@@ -128,12 +162,12 @@ class GraphEngine(DraftEngine):
 
     def _take_in(self, planted: _Planted, step: Step) -> None:
         """A step has come to the host: the branches grow, and the target hears of it."""
-        top_m, begin = self._config.draft_top_m, 0
-        for (sequence, wave), tail in zip(planted.waves, planted.tails):
-            rows = slice(begin, begin + len(wave))
-            begin = rows.stop
+        top_m = self._config.draft_top_m
+        for wave in planted.waves:
+            sequence, rows = wave.sequence, wave.rows
             token_ids = step.tokens[rows].tolist()
-            fields = zip(wave, tail[:, step.number].tolist(), token_ids, step.token_ids[rows], step.values[rows])
+            slots = wave.tail[:, step.number].tolist()
+            fields = zip(wave.branches, slots, token_ids, step.token_ids[rows], step.values[rows])
             for branch, slot, token_id, ids, values in fields:
                 branch.slots.append(slot)
                 branch.tokens.append(token_id)
@@ -143,12 +177,96 @@ class GraphEngine(DraftEngine):
             sequence.steps_left -= 1
         planted.done += 1
 
+    def _end_if_full(self) -> None:
+        """No branch is to grow further."""
+        if self._planted.done == self._planted.steps:
+            for wave in self._planted.waves:
+                wave.sequence.steps_left = 0
+            self._end()
+
     def _end(self) -> None:
         """The round on the device is over: slots of steps that were not taken in are free.
 
         A step under way may still write to them, but before whatever is enqueued from now on.
         """
         if self._planted is not None:
-            for tail in self._planted.tails:
-                self._pool.give_back(tail[:, self._planted.done :].reshape(-1))
+            for wave in self._planted.waves:
+                self._pool.give_back(wave.tail[:, self._planted.done :].reshape(-1))
             self._planted = None
+
+    # ---- a wave that the device chooses ----
+
+    def _glue(self, sequences: list[Sequence]) -> Forwards:
+        """The glue; if its candidates are wanted for branches only, the fork and the first step with it."""
+        if not (self._nobody_waits(sequences) and self._fork_on_device(sequences)):
+            yield from super()._glue(sequences)
+
+    def _nobody_waits(self, sequences: list[Sequence]) -> bool:
+        """Whether all that is due are whole trees of these sequences, over candidates that the glue brings."""
+        due = [s for s in self._sequences if s.fork_due or s.wanted or s.steps_left]
+        return (
+            self._forecast.by_row
+            and due == sequences
+            and all(s.fork_due and not s.wanted and not s.branches and len(s.slots) < len(s.tokens) for s in sequences)
+        )
+
+    def _fork_on_device(self, sequences: list[Sequence]) -> bool:
+        """Enqueue glue, fork and steps, and take in the first; returns False if they do not fit a round."""
+        width, steps = self._plan(sequences)
+        pending = [sequence.pending for sequence in sequences]
+        glued = sum(map(len, pending))
+        if glued > self._round.shape.max_rows or not self._fits(sequences, width * len(sequences), steps):
+            return False
+        slots = self._sequences.take_slots(glued + width * steps * len(sequences), sequences)
+        if slots is None:
+            return False
+        tails = slots[glued:].reshape(len(sequences), width, steps)
+        planted = _Planted([_Wave(s, i * width, tails[i]) for i, s in enumerate(sequences)], steps)
+        rows = self._enqueue_glue(planted, pending, slots[:glued])
+        self._enqueue(planted, width * len(sequences))
+        steps = self._round.finished(at_least=1)
+        self._hang_chosen(planted, rows, steps[0])
+        for step in steps:
+            self._take_in(planted, step)
+        self._planted = planted
+        self._end_if_full()
+        return True
+
+    def _enqueue_glue(self, planted: _Planted, pending: list[list[int]], slots: np.ndarray) -> list[int]:
+        """The glue of these tokens and the fork; the row of each sequence's last committed token."""
+        groups, rows, begin = [], [], 0
+        for wave, token_ids in zip(planted.waves, pending):
+            sequence, known = wave.sequence, len(wave.sequence.slots)
+            mine = slots[begin : begin + len(token_ids)]
+            sequence.slots.extend(mine)
+            groups.append(causal_group(token_ids, known, sequence.slots.view(), mine))
+            rows.append(begin + len(sequence.tokens) - 1 - known)
+            begin += len(token_ids)
+        sequences = [wave.sequence for wave in planted.waves]
+        with torch.inference_mode():
+            self._round.set_trunks([sequence.slots.view() for sequence in sequences])
+            self._round.glue(host_rows(groups, self._round.shape.depth))
+            self._round.plant_most_probable(
+                [self._planting(place, wave) for place, wave in enumerate(planted.waves)],
+                rows,
+                [sequence.trunk for sequence in sequences],
+                [self._forecast.sharpness_of(sequence) for sequence in sequences],
+                self._forecast.fan_out(),
+                self._forecast.part,
+            )
+        return rows
+
+    def _hang_chosen(self, planted: _Planted, rows: list[int], step: Step) -> None:
+        """The first step brought what the device bet on, and the candidates it chose from."""
+        token_ids, values = self._round.glued()
+        for wave, row in zip(planted.waves, rows):
+            sequence = wave.sequence
+            glued = range(row, row + len(sequence.trunk) + 1)
+            sequence.candidates = [Candidates(token_ids[at].astype(np.int64), values[at]) for at in glued]
+            above = step.above[wave.rows]
+            count = int((above > 0).sum())  # the best come first; there may be fewer outcomes than rows
+            offsets = (above[:count] - len(sequence.tokens)).tolist()
+            self._hang(sequence, list(zip(offsets, step.bets[wave.rows][:count].tolist())), planted.steps)
+            self._pool.give_back(wave.tail[count:].reshape(-1))
+            wave.tail, wave.branches = wave.tail[:count], sequence.wave
+        planted.waves = [wave for wave in planted.waves if wave.branches]

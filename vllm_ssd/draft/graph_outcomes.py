@@ -6,6 +6,8 @@ Shapes: S sequences, P positions where a verification may stop, C candidates, N 
 
 import torch
 
+from vllm_ssd.draft.forecast import Part
+
 _IMPOSSIBLE = -60.0  # relative logit of a candidate that cannot be; finite, so that no sum is NaN
 
 
@@ -16,12 +18,14 @@ def most_probable_outcomes(
     lengths: torch.Tensor,
     sharpness: torch.Tensor,
     budget: int,
+    part: Part | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The `budget` most probable outcomes (k, t*) of each sequence, best first.
 
     `values` [S, P, C] float32 logits, `token_ids` [S, P, C] int32: candidates after the committed tokens and
     trunk[:k], best first. `trunks` [S, P - 1] int32, `lengths` [S] int32: how many of them are drafts.
-    `sharpness` [S] float32, divided by the temperature where rows sample.
+    `sharpness` [S] float32, divided by the temperature where rows sample. `part`: the class of outcomes
+    to choose from, if other drafts build the rest.
 
     Returns k and t*, [S, N] int32, and whether there is such an outcome, [S, N] bool.
     """
@@ -39,6 +43,7 @@ def most_probable_outcomes(
     log_probs = log_probs + reached[..., None]
     # The trunk's own next token is no outcome at its row, and there is no row beyond the trunk.
     barred = torch.nn.functional.pad(own, (0, 0, 0, 1)) | (position > lengths[:, None])[..., None] | (token_ids < 0)
+    barred = barred | ~(part or Part()).holds(position[:, None], token_ids)
     flat = log_probs.masked_fill(barred, -torch.inf).flatten(1)
     flat = torch.nn.functional.pad(flat, (0, max(budget - positions * width, 0)), value=-torch.inf)
     best, at = torch.sort(flat, dim=-1, descending=True, stable=True)

@@ -12,80 +12,22 @@ Shapes: R rows (branches of all sequences), S sequences, D steps, W candidates o
 where a verification may stop (K + 1).
 """
 
-import dataclasses
 from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 
-from vllm_ssd.config import SaguaroConfig
+from vllm_ssd.draft.forecast import Part
 from vllm_ssd.draft.graph_buffers import RowBuffers, Shape, Staging, TreeBuffers
 from vllm_ssd.draft.graph_decoder import GraphDecoder
 from vllm_ssd.draft.graph_outcomes import most_probable_outcomes
+from vllm_ssd.draft.graph_planting import Planting, Step, law_columns
 from vllm_ssd.draft.graph_rows import HostRows, joined
 from vllm_ssd.draft.graph_runner import GraphRunner, bucket_of, buckets
 from vllm_ssd.kernels.draw import Laws, draw
 from vllm_ssd.kernels.fork import fork
 from vllm_ssd.kernels.tree_attention import rows_per_block
-
-_MAX_ROWS = 2048
-_MAX_FAN_OUT = 32  # candidates that a fork looks at, as in `forecast.py`
-
-
-@dataclasses.dataclass(frozen=True)
-class Planting:
-    """One sequence that gets branches."""
-
-    place: int  # its row in the table of trunks
-    length: int  # committed tokens
-    tail_slots: np.ndarray  # [n, D] int32, slots that its n branches may use
-    temperature: float = 0.0  # 0: argmax
-    top_k: int = 0
-    top_p: float = 1.0
-    saguaro_c: float = 1.0
-    seed: int = 0  # of the draws; another one for each sequence and round
-
-
-@dataclasses.dataclass(frozen=True)
-class Step:
-    """What one step of a round drew; rows in the order they were planted."""
-
-    number: int  # 0 for the first
-    tokens: np.ndarray  # [R] int32
-    token_ids: np.ndarray  # [R, W] int32, best first
-    probs: np.ndarray  # [R, W] float32, the law of `tokens`; one-hot at rank 0 for greedy rows
-    values: np.ndarray  # [R, W] float32, logits: the candidates after the row's previous token
-    above: np.ndarray  # [R] int32, tokens above the branch; 0: the row is no branch
-    bets: np.ndarray  # [R] int32, the branches' first tokens
-
-
-def make(
-    decoder: GraphDecoder,
-    pools: Sequence[torch.Tensor],
-    config: SaguaroConfig,
-    vocab_size: int,
-    max_sequences: int,
-    max_length: int,
-) -> "GraphRound":
-    """A round for up to `max_sequences` trees over sequences of `max_length` tokens, its graphs captured."""
-    depth = config.num_speculative_tokens + 1
-    shape = Shape(
-        max_rows=min(max_sequences * config.most_branches, _MAX_ROWS),
-        max_sequences=max_sequences,
-        max_length=max_length + depth,
-        depth=depth,
-        width=min(max(min(config.most_branches, _MAX_FAN_OUT) + 1, config.draft_top_m), vocab_size),
-        num_heads=decoder.num_heads,
-        num_kv_heads=decoder.num_kv_heads,
-        head_size=decoder.head_size,
-        vocab_size=decoder.vocab_size,
-        dtype=decoder.dtype,
-    )
-    with torch.inference_mode():
-        graph_round = GraphRound(decoder, pools, shape, vocab_size, config.draft_top_m)
-        graph_round.warm_up()
-    return graph_round
 
 
 class GraphRound:
@@ -98,11 +40,15 @@ class GraphRound:
         shape: Shape,
         vocab_size: int,
         top_m: int,
+        num_candidates: int | None = None,
         graphs: bool = True,
     ) -> None:
-        """`vocab_size`: ids from here on are padding. `graphs` False: launch every kernel, to compare."""
+        """`vocab_size`: ids from here on are padding. `num_candidates`: of a row, from which bets are
+        chosen (None: all W). `graphs` False: launch every kernel, to compare.
+        """
         self._decoder, self._pools, self._shape = decoder, pools, shape
         self._vocab_size, self._top_m = vocab_size, top_m
+        self._num_candidates = num_candidates or shape.width
         device = decoder.device
         self._rows = RowBuffers(shape, device)
         self._tree = TreeBuffers(shape, device)
@@ -117,6 +63,10 @@ class GraphRound:
             for tensor in (self._tree.tokens, self._tree.law_ids, self._tree.law_probs, self._tree.law_values)
         ]
         self._host_bets = torch.zeros(self._bets.shape, dtype=torch.int32, **pinned)
+        self._host_glue = [
+            torch.zeros(tensor.shape, dtype=tensor.dtype, **pinned) for tensor in (self._token_ids, self._values)
+        ]
+        self._glued = 0  # rows of the last glue
         self._count = self._bucket = self._per_block = self._begun = 0
         self._pending: deque[tuple[int, torch.cuda.Event | None]] = deque()
 
@@ -136,7 +86,7 @@ class GraphRound:
 
         `row_sequence` names places in the table of trunks; `trunks` is not used.
         """
-        count = len(rows.token_ids)
+        self._glued = count = len(rows.token_ids)
         bucket = bucket_of(count, self._shape.max_rows)
         per_block = self._shared(int(np.bincount(rows.row_sequence).max()))
         self._rows.fill(rows, bucket, per_block, self._staging)
@@ -164,11 +114,13 @@ class GraphRound:
         trunks: Sequence[Sequence[int]],
         sharpness: Sequence[float],
         fan_out: Sequence[int],
+        part: Part | None = None,
     ) -> None:
         """Begin a round with the most probable outcomes by the candidates of the last `glue`.
 
-        For each planting: the row of glue after its last committed token, the drafts in flight, and
-        how far its probabilities are taken at their word. All plantings have as many tail slots.
+        For each planting: the row of glue after its last committed token, the drafts in flight, and by
+        what its logits are multiplied before they are probabilities. All plantings have as many tail
+        slots. `part`: the class of outcomes to choose from, if other drafts build the rest.
         """
         self._lay_out(plantings, fan_out)
         size, positions = len(plantings), max(map(len, trunks)) + 1
@@ -179,23 +131,25 @@ class GraphRound:
         device = self._decoder.device
         sent = torch.zeros(table.shape, dtype=torch.int32, device=device)
         self._staging.send(table, sent)
-        scales = [s / p.temperature if p.temperature > 0 else s for s, p in zip(sharpness, plantings)]
         facts = torch.zeros(3, size, device=device)
         lengths = [planting.length for planting in plantings]
-        self._staging.send(np.asarray([first_rows, scales, lengths], dtype=np.float32), facts)
+        self._staging.send(np.asarray([first_rows, sharpness, lengths], dtype=np.float32), facts)
         at = (facts[0].long()[:, None] + torch.arange(positions, device=device)).clamp(max=len(self._values) - 1)
         offsets, tokens, possible = most_probable_outcomes(
-            self._values[at],
-            self._token_ids[at],
+            self._values[at][..., : self._num_candidates],
+            self._token_ids[at][..., : self._num_candidates],
             sent[:, : positions - 1],
             sent[:, positions],
             facts[1],
             self._count // size,
+            part,
         )
         self._bets[:, : self._bucket].zero_()
         above = torch.where(possible, facts[2].int()[:, None] + offsets, 0)
         self._bets[0, : self._count] = above.flatten()
         self._bets[1, : self._count] = torch.where(possible, tokens, 0).flatten()
+        for host, field in zip(self._host_glue, (self._token_ids, self._values)):
+            host[: self._glued].copy_(field[: self._glued], non_blocking=True)
         self._begin()
 
     def grow(self, steps: int = 1) -> None:
@@ -221,6 +175,14 @@ class GraphRound:
             above, bets = self._host_bets[:, : self._count].numpy().copy()
             steps.append(Step(number, *fields, above, bets))
         return steps
+
+    def glued(self) -> tuple[np.ndarray, np.ndarray]:
+        """Candidates after the rows of the last glue, best first: ids [rows, W] int32, logits [rows, W] float32.
+
+        Here once the first step of the round that `plant_most_probable` began is finished.
+        """
+        token_ids, values = (host[: self._glued].numpy().copy() for host in self._host_glue)
+        return token_ids, values
 
     def warm_up(self) -> None:
         """Capture the graphs of all buckets, over rows that are all padding."""
@@ -292,25 +254,7 @@ class GraphRound:
         rows = HostRows(nothing, nothing, nothing, places, nothing, tails, nothing, [])
         self._rows.fill(rows, self._bucket, self._per_block, self._staging)
 
-        def spread(values: Sequence, dtype: type) -> np.ndarray:
-            spread = np.zeros(self._bucket, dtype=dtype)
-            spread[: self._count] = np.repeat(np.asarray(values, dtype=dtype), counts)
-            return spread
-
-        # A law is cut to its top m: that is a top-k of m.
-        top_k = [min(planting.top_k or self._top_m, self._top_m) for planting in plantings]
-        # The branches of a sequence have one key: their counters must not meet.
-        counter = np.zeros(self._bucket, dtype=np.int32)
-        counter[: self._count] = self._shape.depth * np.concatenate([np.arange(count) for count in counts])
-        columns = {
-            "temperature": spread([planting.temperature for planting in plantings], np.float32),
-            "top_k": spread(top_k, np.int32),
-            "top_p": spread([planting.top_p for planting in plantings], np.float32),
-            "saguaro_c": spread([planting.saguaro_c for planting in plantings], np.float32),
-            "seed": spread([planting.seed for planting in plantings], np.int64),
-            "counter": counter,
-        }
-        for name, column in columns.items():
+        for name, column in law_columns(plantings, self._bucket, self._shape.depth, self._top_m).items():
             self._staging.send(column, getattr(self._tree.laws, name)[: self._bucket])
         by_step = [fan_out[min(step, len(fan_out) - 1)] for step in range(self._shape.depth)]
         self._staging.send(np.asarray(by_step, dtype=np.int32), self._tree.fan_out)

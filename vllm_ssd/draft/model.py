@@ -17,7 +17,7 @@ from vllm_ssd.draft import light_decoder, pool_attention
 from vllm_ssd.draft.batch import USUAL_ROWS, FlatBatch, Group, flatten, usual_columns
 
 if TYPE_CHECKING:
-    from vllm_ssd.draft.graph_round import GraphRound
+    from vllm_ssd.draft.graph_decoder import GraphDecoder
 
 logger = logging.getLogger("vllm_ssd.draft")
 
@@ -92,17 +92,22 @@ class DraftModel:
                 for columns in usual_columns(min(num_slots, _WARM_UP_COLUMNS)):
                     self._decoder.warm_up_attention(_dummy_batch(rows, columns, self.device), self._pools[0])
 
-    def device_round(self, config: SaguaroConfig, max_sequences: int, max_length: int) -> "GraphRound | None":
-        """Buffers and graphs for trees that grow on a GPU; None where the forward is not in graphs.
+    def graph_decoder(self) -> "GraphDecoder | None":
+        """The forward of a Llama-shaped draft over ragged rows, for graphs; None for other drafts.
 
-        Call it after `warm_up`. `max_length`: of the target's sequences.
+        Call it after `warm_up`: None, too, on a GPU where that found that graphs do not work.
         """
         decoder = getattr(self._decoder, "graph_decoder", None)
-        if decoder is None:
-            return None
-        from vllm_ssd.draft import graph_round
+        if decoder is None and self.device.type == "cpu" and isinstance(self._decoder, light_decoder.LightDecoder):
+            from vllm_ssd.draft.graph_decoder import GraphDecoder  # needs Triton, as above
 
-        return graph_round.make(decoder, self._pools, config, self.vocab_size, max_sequences, max_length)
+            return GraphDecoder(self._decoder)
+        return decoder
+
+    @property
+    def pools(self) -> list[torch.Tensor]:
+        """KV of each layer: [keys of all KV heads, then values; slot; head size]."""
+        return self._pools
 
     def forward(self, batch: FlatBatch) -> torch.Tensor:
         """Write the tokens' KV to their slots; returns logits of the wanted rows, [R, padded vocabulary]."""

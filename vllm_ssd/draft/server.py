@@ -104,7 +104,7 @@ def _load(settings: ServerSettings, channel: Channel):
         os.nice(_NICE)
     import torch
 
-    from vllm_ssd.draft.engine import DraftEngine
+    from vllm_ssd.draft.engine_choice import make_engine
     from vllm_ssd.draft.forecast import Part
     from vllm_ssd.draft.model import DraftModel
 
@@ -117,7 +117,8 @@ def _load(settings: ServerSettings, channel: Channel):
     )
     num_slots = model.allocate_kv_cache(config.draft_kv_cache_memory_bytes, most_useful)
     model.warm_up()
-    engine = DraftEngine(model, config, num_slots, part=Part(settings.part, settings.num_parts))
+    part = Part(settings.part, settings.num_parts)
+    engine = make_engine(model, config, num_slots, part, settings.max_num_seqs, settings.max_model_len)
     dtype = str(model.dtype).removeprefix("torch.")
     channel.send(encode(Ready(PROTOCOL_VERSION, num_slots, model.max_length, settings.device, dtype)))
     return engine

@@ -1,0 +1,128 @@
+"""Which engine a draft process runs: trees that grow on the device, or step by step from the host.
+
+On CUDA the first, if the draft's forward is in graphs there and a tree on the device is the one that
+the plain forward gives; on a CPU the second. The environment variable `VLLM_SSD_DEVICE_ROUNDS` decides
+otherwise: "off" anywhere, or "on" on a CPU as well, where it is slow (the tests run it).
+"""
+
+import logging
+import os
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from vllm_ssd.config import SaguaroConfig
+from vllm_ssd.draft.batch import causal_group, flatten
+from vllm_ssd.draft.engine import DraftEngine
+from vllm_ssd.draft.forecast import Part, candidates_wanted
+from vllm_ssd.draft.model import DraftModel
+
+if TYPE_CHECKING:
+    from vllm_ssd.draft.graph_round import GraphRound
+
+logger = logging.getLogger("vllm_ssd.draft")
+
+VARIABLE = "VLLM_SSD_DEVICE_ROUNDS"
+_CHOICES = ("auto", "on", "off")
+_MAX_ROWS = 2048
+_TRIAL_TOKENS = 8
+_TOLERANCE = 0.05  # of the largest logit: roundings of bfloat16, not another result
+
+
+def make_engine(
+    model: DraftModel, config: SaguaroConfig, num_slots: int, part: Part, max_sequences: int, max_length: int
+) -> DraftEngine:
+    """The engine for a target of so many sequences of so many tokens, over a model that is warmed up.
+
+    Raises `ValueError` if the environment variable holds something else.
+    """
+    choice = os.environ.get(VARIABLE, "auto")
+    if choice not in _CHOICES:
+        raise ValueError(f"{VARIABLE} is {choice!r}; it must be one of {', '.join(_CHOICES)}.")
+    device_round = None
+    if choice == "on" or (choice == "auto" and model.device.type == "cuda"):
+        device_round = _ready_round(model, config, num_slots, part, max_sequences, max_length)
+    logger.info("trees grow %s", "step by step" if device_round is None else "on the device")
+    if device_round is None:
+        return DraftEngine(model, config, num_slots, part=part)
+    from vllm_ssd.draft.graph_engine import GraphEngine
+
+    return GraphEngine(model, config, num_slots, device_round, part=part)
+
+
+def _ready_round(
+    model: DraftModel, config: SaguaroConfig, num_slots: int, part: Part, max_sequences: int, max_length: int
+) -> "GraphRound | None":
+    """Buffers and graphs for trees on the device; None, with a warning, where they do not work."""
+    try:
+        device_round = make_round(model, config, part, max_sequences, max_length)
+        if device_round is None:
+            return None  # no Llama-shaped draft, or its forward is not in graphs, which has been said
+        if num_slots < _TRIAL_TOKENS + device_round.shape.depth:
+            return None  # no room for a tree
+        if agrees(device_round, model):
+            return device_round
+        reason = "its logits differ from those of the plain forward"
+    except Exception as error:  # whatever it is, the engine that steps from the host needs none of it
+        reason = f"{type(error).__name__}: {error}"
+    logger.warning("the draft's trees do not grow on the device, and are slower: %s", reason)
+    return None
+
+
+def make_round(
+    model: DraftModel, config: SaguaroConfig, part: Part, max_sequences: int, max_length: int
+) -> "GraphRound | None":
+    """A round for up to `max_sequences` trees over sequences of `max_length` tokens, its graphs captured.
+
+    None if the draft's forward cannot be in graphs.
+    """
+    decoder = model.graph_decoder()
+    if decoder is None:
+        return None
+    # They need Triton, which CPU builds of torch come without.
+    from vllm_ssd.draft.graph_buffers import Shape
+    from vllm_ssd.draft.graph_round import GraphRound
+
+    depth = config.num_speculative_tokens + 1
+    candidates = candidates_wanted(config, part)
+    shape = Shape(
+        max_rows=min(max_sequences * config.most_branches, _MAX_ROWS),
+        max_sequences=max_sequences,
+        max_length=max_length + depth,
+        depth=depth,
+        width=min(max(candidates, config.draft_top_m), model.vocab_size),
+        num_heads=decoder.num_heads,
+        num_kv_heads=decoder.num_kv_heads,
+        head_size=decoder.head_size,
+        vocab_size=decoder.vocab_size,
+        dtype=decoder.dtype,
+    )
+    with torch.inference_mode():
+        device_round = GraphRound(decoder, model.pools, shape, model.vocab_size, config.draft_top_m, candidates)
+        device_round.warm_up()
+    return device_round
+
+
+@torch.inference_mode()
+def agrees(device_round: "GraphRound", model: DraftModel) -> bool:
+    """Whether a branch that grows on the device sees the logits of the plain forward, step after step."""
+    from vllm_ssd.draft.graph_planting import Planting
+
+    depth = device_round.shape.depth
+    slots = np.arange(_TRIAL_TOKENS + depth)
+    trunk, tail = slots[:_TRIAL_TOKENS], slots[_TRIAL_TOKENS:]
+    model.forward(flatten([causal_group(trunk.tolist(), 0, trunk, trunk)], model.device))
+    device_round.set_trunks([trunk])
+    device_round.plant([Planting(0, _TRIAL_TOKENS, tail[None])], [(0, 0)], [1] * depth)
+    device_round.grow(depth)
+    token_id = 0
+    for step in device_round.finished(at_least=depth):
+        known = _TRIAL_TOKENS + step.number
+        batch = flatten([causal_group([token_id], known, slots[: known + 1], slots[known : known + 1])], model.device)
+        logits = model.forward(batch)[0].float().cpu().numpy()
+        token_ids = step.token_ids[0][step.token_ids[0] >= 0]
+        if np.abs(logits[token_ids] - step.values[0][: len(token_ids)]).max() > _TOLERANCE * np.abs(logits).max():
+            return False
+        token_id = int(step.tokens[0])
+    return True
