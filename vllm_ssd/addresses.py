@@ -13,11 +13,13 @@ import contextlib
 import ipaddress
 import os
 import socket
+import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import zmq
+from zmq.utils import z85
 
 _KINDS = "write 'ipc:///path/of/a/socket' or 'tcp://host:port'"
 _LONGEST_PATH = 100  # bytes; Unix sockets allow 107
@@ -120,7 +122,17 @@ def load_key(folder: str | Path, name: str, secret: bool) -> tuple[bytes, bytes 
         raise ValueError(f"{file} {reason}; `vllm-ssd keygen` makes such folders") from None
     if secret and private is None:
         raise ValueError(f"{file} holds no secret key; `vllm-ssd keygen` makes such folders")
+    if not _is_key(public) or (secret and not (_is_key(private) and zmq.curve_public(private) == public)):
+        raise ValueError(f"{file} is damaged: what it holds is no CURVE key; `vllm-ssd keygen` makes such folders")
     return public, private
+
+
+def _is_key(text: bytes) -> bool:
+    """Whether this is the Z85 text of 32 bytes."""
+    try:
+        return len(text) == 40 and len(z85.decode(text)) == 32
+    except (KeyError, ValueError, struct.error):
+        return False
 
 
 @contextlib.contextmanager

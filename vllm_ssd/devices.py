@@ -86,7 +86,8 @@ def _parse(setting: str, platform: str, num_gpus: int) -> DraftDevice:
         if platform == "cpu":
             raise ValueError("this vLLM is built for CPUs; write for example 'cpu:1'")
         if int(index) >= num_gpus:
-            raise ValueError(f"{num_gpus} GPUs are visible, the last is 'cuda:{num_gpus - 1}'")
+            last = f"the last of {num_gpus} is 'cuda:{num_gpus - 1}'" if num_gpus else "no GPU is visible"
+            raise ValueError(f"there is no such GPU; {last}")
         return DraftDevice(f"cuda:{int(index)}")
     raise _Unknown("'cuda:N' or 'cpu:CORES', for example 'cuda:1' or 'cpu:2-5'")
 

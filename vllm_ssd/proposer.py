@@ -23,6 +23,7 @@ from vllm_ssd.tree import SpeculationTree, TokenLaw
 logger = logging.getLogger("vllm.saguaro")
 
 _MOST_LOSSES = 2  # a sequence that each draft lost so often is not begun again
+_MOST_TOLD = 1 << 24  # bytes of prompts in a round; a shared draft takes no message of twice that
 _LONGEST_WAIT = 1.0  # seconds a step may wait for JIT drafts, whatever was expected
 
 
@@ -290,11 +291,14 @@ class Proposer:
     def _queue_start(self, request: _Request, token_ids: Sequence[int], drafts: Sequence[int] = ()) -> None:
         if self._draft.state is not State.UP or not self._fits(len(token_ids)):
             return
+        packed = pack_tokens(token_ids)
+        if self._starts and len(packed) + sum(len(start.token_ids) for start in self._starts) > _MOST_TOLD:
+            return  # in a later round: until then the draft does not know it
         sampling = request.sampling
         self._starts.append(
             Start(
                 request.seq_id,
-                pack_tokens(token_ids),
+                packed,
                 list(drafts),
                 sampling.temperature,
                 sampling.top_k,

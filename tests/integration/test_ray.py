@@ -140,6 +140,50 @@ def test_a_killed_engine_takes_its_draft_along(cluster):
     until(lambda: not actors("DraftActor") and not actors("RayWorkerProc"), "actors outlive the engine")
 
 
+LOSSES = """
+import dataclasses, json, sys, time
+import ray
+from vllm_ssd.config import SaguaroConfig
+from vllm_ssd.draft.identity import identify
+from vllm_ssd.draft.link import State
+from vllm_ssd.draft.ray_actor import RayDraft, start_actor
+ray.init(log_to_driver=False)
+config = SaguaroConfig(sys.argv[1], 4, draft_start_timeout=60.0)
+actor = start_actor(
+    "losing", {"num_gpus": 1}, config=dataclasses.asdict(config), vocab_size=4096, device="cpu:1", environment={}
+)
+draft = RayDraft(config, identify(config), 4096, 8, "losing")
+draft.start()
+draft.wait_until_ready(120)
+for loss in range(1, 7):
+    incarnation = draft.incarnation
+    draft._channel._socket.disconnect(draft._address)  # as the network may
+    deadline = time.monotonic() + 30
+    while (draft.incarnation == incarnation or draft.state is not State.UP) and time.monotonic() < deadline:
+        list(draft.receive(0.05))
+    draft._backoff = 0.1
+    print(json.dumps([loss, draft.state.value, ray.get(actor.where.remote())[1]]), flush=True)
+draft.close()
+ray.kill(actor)
+"""
+
+
+def test_lost_connections_cost_the_actor_nothing(cluster):
+    """Each of them keeps a thread of the actor, until there is none left that answers."""
+    import json
+
+    run = subprocess.run(
+        [sys.executable, "-c", LOSSES, str(DRAFT)],
+        capture_output=True,
+        text=True,
+        timeout=500,
+        env={**os.environ, **cluster.environment(), "RAY_ADDRESS": cluster.address},
+    )
+    found = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("[")]
+    assert [state for _, state, _ in found] == ["up"] * 6, f"{found}\n{run.stderr[-3000:]}"
+    assert len({pid for _, _, pid in found}) == 1, "a draft that is alive was replaced"
+
+
 # ---- placement groups of the user's, inside an actor ----
 
 INSIDE = """

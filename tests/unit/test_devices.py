@@ -92,7 +92,7 @@ def test_a_group_is_read() -> None:
 @pytest.mark.parametrize(
     ("settings", "platform", "num_gpus", "hint"),
     (
-        (["cuda:0", "cuda:2"], "cuda", 2, "of 'cuda:2': 2 GPUs are visible, the last is 'cuda:1'"),
+        (["cuda:0", "cuda:2"], "cuda", 2, "of 'cuda:2': there is no such GPU; the last of 2 is 'cuda:1'"),
         (["cuda:1", "cuda:01"], "cuda", 2, "'cuda:1' is named twice"),
         (["cuda:0", "cuda:1"], "cpu", 0, "built for CPUs; write for example 'cpu:1'"),
         (["cpu:1", "cpu:8"], "cpu", 0, "of 'cpu:8': this machine has no core 8"),

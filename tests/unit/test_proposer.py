@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import pytest
 
+from vllm_ssd import proposer as proposer_module
 from vllm_ssd.config import SaguaroConfig
 from vllm_ssd.draft.launcher import State
 from vllm_ssd.messages import Branches, Growth, Push, Ready, Round, pack_law, unpack_tokens
@@ -360,6 +361,23 @@ def test_a_draft_that_comes_back_is_told_everything_anew(game: Game) -> None:
     assert game.propose(game.row("a", [8]))[0].token_ids == [9, 9, 9]
     assert [outcome.length for outcome in game.draft.rounds[-1].outcomes] == [8]
     assert game.proposer.stats()["draft_restarts"] == 1
+
+
+def test_long_prompts_come_in_several_rounds(game: Game, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a restart all prompts come in one message, which a shared draft does not take."""
+    monkeypatch.setattr(proposer_module, "_MOST_TOLD", 40)  # bytes: ten tokens
+    for req_id in "abc":
+        game.start(req_id)
+    game.draft.go_down()
+    game.propose(*(game.row(req_id, [5]) for req_id in "abc"))
+    game.draft.come_up()
+    told = []
+    for _ in range(3):
+        game.propose(*(game.row(req_id, [6]) for req_id in "abc"))
+        told.append([start.seq_id for start in game.draft.rounds[-1].starts])
+        known = {outcome.seq_id for outcome in game.draft.rounds[-1].outcomes}
+        assert known.isdisjoint(told[-1]) and known <= {i for seq_ids in told for i in seq_ids}
+    assert told == [[0], [1], [2]]
 
 
 def test_a_sequence_that_the_draft_lost_is_started_again(game: Game) -> None:

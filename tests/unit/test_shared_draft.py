@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import zmq
 
 from vllm_ssd.addresses import check_address, drafts_keys, load_key, make_keys
 from vllm_ssd.config import SaguaroConfig
-from vllm_ssd.draft import link
+from vllm_ssd.draft import link, shared_server
 from vllm_ssd.draft.hub import Hub
 from vllm_ssd.draft.identity import Identity, identify
 from vllm_ssd.draft.link import State
@@ -206,7 +207,7 @@ def test_no_more_targets_than_allowed(server: Server, address: str) -> None:
     drafts = [connected(address) for _ in range(3)]
     fourth = remote(address)
     fourth.start()
-    with pytest.raises(RuntimeError, match="serves 3 targets already; raise its --max-targets"):
+    with pytest.raises(RuntimeError, match="serves as many targets as it may \\(3\\); raise its --max-targets"):
         fourth.wait_until_ready(PATIENCE)
     drafts.pop().close()
     wait_for(lambda: len(server.server._targets) == 2)
@@ -265,6 +266,27 @@ def test_reconnect_after_the_draft_was_restarted(address: str, short_pauses: Non
     finally:
         draft.close()
         server.close()
+
+
+def test_a_lost_draft_is_seen_without_a_look(address: str) -> None:
+    """An idle target shows a draft that has gone as one that is up."""
+    server = Server(address)
+    draft = connected(address)
+    assert draft.is_up
+    server.close()
+    wait_for(lambda: not draft.is_up)
+    assert draft.state is State.UP  # the rounds have not seen it yet
+    draft.close()
+
+
+def test_a_lost_connection_is_not_waited_for(address: str) -> None:
+    """The silence of a draft that has gone is taken for work, for seconds."""
+    server = Server(address)
+    draft = connected(address)
+    server.close()
+    wait_for(lambda: not draft.is_up)
+    assert not is_up(draft)
+    draft.close()
 
 
 def test_a_restart_that_nobody_noticed(address: str, short_pauses: None) -> None:
@@ -333,6 +355,36 @@ def test_a_stranger_is_told_so(server: Server, address: str, short_pauses: None)
         draft.wait_until_ready(PATIENCE)
 
 
+def test_a_target_that_reads_nothing_is_given_up(server: Server, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is kept for it fills the memory, of which there is a limit in messages only."""
+    monkeypatch.setattr(shared_server, "_MOST_UNREAD", 20_000)
+    deaf, good = connected(address), connected(address)
+    deaf._channel._socket.setsockopt(zmq.RCVHWM, 1)
+    number = 0
+
+    def told() -> bool:
+        nonlocal number
+        number += 1
+        start = Start(number, pack_tokens([1, 2, number % 50]), [], 0.0, 0, 1.0)
+        deaf._channel.send(encode(Round(number, [start], [], [number - 1], 3, 0.0)))
+        return server.server.num_targets == 1
+
+    wait_for(told)
+    assert is_up(good) and len(tree(good, 0, [1, 2, 3])) == 4
+    good.close()
+    deaf.close()
+
+
+def test_refusals_do_not_fill_the_log(server: Server, address: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Whoever reaches the port can fill the disk."""
+    for _ in range(20):
+        draft = remote(address, vocab_size=VOCABULARY + 1)
+        draft.start()
+        with pytest.raises(RuntimeError, match="token ids"):
+            draft.wait_until_ready(PATIENCE)
+    assert 1 <= sum("is refused" in record.getMessage() for record in caplog.records) < 20
+
+
 # ---- addresses and keys ----
 
 
@@ -348,10 +400,20 @@ def test_a_taken_address_is_refused_and_a_stale_one_is_not(address: str) -> None
     with pytest.raises(ValueError, match="another draft listens at"):
         Hub(address)
     first.close()
-    path = Path(address.removeprefix("ipc://"))
-    assert not path.exists()
-    path.touch()
+    path = address.removeprefix("ipc://")
+    assert not os.path.exists(path)
+    with socket.socket(socket.AF_UNIX) as stale:
+        stale.bind(path)
     Hub(address).close()
+
+
+def test_a_file_is_not_taken_for_a_socket(tmp_path: Path) -> None:
+    """A wrong path costs the user what lies there."""
+    file = tmp_path / "precious"
+    file.write_text("data")
+    with pytest.raises(ValueError, match="there is a file, which would be lost"):
+        Hub(f"ipc://{file}")
+    assert file.read_text() == "data" and list(tmp_path.iterdir()) == [file]
 
 
 WRONG = {
@@ -431,12 +493,41 @@ def test_only_holders_of_the_keys_are_served(tmp_path: Path) -> None:
         for keys in (None, others, mixed):
             stranger = remote(address, draft_keys=None if keys is None else str(keys))
             stranger.start()
-            with pytest.raises(RuntimeError, match="no draft answered"):
-                stranger.wait_until_ready(1.0)
+            with pytest.raises(RuntimeError, match="breaks off the handshake: .* its keys are others .*keys"):
+                stranger.wait_until_ready(PATIENCE)
         assert server.server.num_targets == 1 and is_up(draft)
         draft.close()
     finally:
         server.close()
+
+
+def test_a_draft_without_keys_is_not_asked_with_keys(tmp_path: Path) -> None:
+    """A target with keys waits for ever for a draft that was started without."""
+    make_keys(tmp_path / "keys")
+    address = f"tcp://127.0.0.1:{free_port()}"
+    server = Server(address)
+    try:
+        draft = remote(address, draft_keys=str(tmp_path / "keys"))
+        draft.start()
+        with pytest.raises(RuntimeError, match=f"its keys are others .*here they are those of {tmp_path}/keys"):
+            draft.wait_until_ready(PATIENCE)
+    finally:
+        server.close()
+
+
+@pytest.mark.parametrize("damage", ("short", "other characters", "of another pair"))
+def test_a_damaged_key_is_named(tmp_path: Path, damage: str) -> None:
+    """ZeroMQ answers with "Invalid argument", or both sides wait."""
+    make_keys(tmp_path / "keys")
+    file = tmp_path / "keys" / "draft.key_secret"
+    text = file.read_text()
+    key = text.split('secret-key = "')[1].split('"')[0]
+    wrong = {"short": key[:-1], "other characters": "~" * 40, "of another pair": zmq.curve_keypair()[1].decode()}[
+        damage
+    ]
+    file.write_text(text.replace(key, wrong))
+    with pytest.raises(ValueError, match="draft.key_secret is damaged"):
+        drafts_keys(tmp_path / "keys")
 
 
 # ---- who is meant ----
@@ -466,6 +557,7 @@ WRONG_COMMANDS = {
     "--device cpu:999 --listen ipc:///tmp/x": "no core 999",
     "--device cpu:0 --listen tcp://0.0.0.0:5555": "needs keys",
     "--device cpu:0 --listen ipc:///tmp/x --keys /no/such": "draft.key_secret does not exist",
+    "--device cpu:0 --listen foo": "--listen is 'foo'; it must be of kind ipc or tcp",
     "--device cpu:0 --listen ipc:///tmp/x --dtype int8": "--dtype is 'int8'",
     "--device cpu:0 --listen ipc:///tmp/x --max-targets 0": "--max-targets is 0",
 }

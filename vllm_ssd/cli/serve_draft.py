@@ -75,14 +75,16 @@ def make_server(config: SaguaroConfig, address: str, keys: str | None, max_targe
     from vllm_ssd.draft.hub import Hub
     from vllm_ssd.draft.shared_server import load
 
-    check_address(address, keys is not None)
+    try:
+        check_address(address, keys is not None)
+    except ValueError as error:
+        raise ValueError(f"--listen is {address!r}; {error}") from None
     device = _device(config.draft_device)
     if device.cores:
         os.environ["OMP_NUM_THREADS"] = str(len(device.cores))
         os.sched_setaffinity(0, device.cores)
-    hub = Hub(
-        address, None if keys is None else drafts_keys(keys)
-    )  # first: it is quick, and a taken address need not wait for the model
+    # First: it is quick, and a taken address need not wait for the model.
+    hub = Hub(address, None if keys is None else drafts_keys(keys))
     try:
         return load(config, device, hub, max_targets), hub
     except BaseException:

@@ -7,16 +7,21 @@ are taken in turns, so that a flood from one does not hold up the others.
 
 import contextlib
 import fcntl
+import logging
 import os
 from pathlib import Path
 
 import zmq
 
 from vllm_ssd.addresses import Keys
+from vllm_ssd.draft.rare_log import RareLog
 
-_QUEUED_MESSAGES = 1000  # of one target, in either direction
-_LARGEST_MESSAGE = 1 << 28  # bytes: histories of all requests of a target, after a restart
+_QUEUED_FROM_TARGET, _QUEUED_TO_TARGET = 1000, 64  # messages of one target
+_LARGEST_MESSAGE = 1 << 25  # bytes; twice what a target puts into a round
+_HANDSHAKE_TIMEOUT = 5000  # ms: whoever is not admitted by then is hung up on
 _HEARTBEAT, _HEARTBEAT_TIMEOUT = 2000, 10_000  # ms: how a machine that vanished is noticed
+
+_log_refusal = RareLog(logging.getLogger("vllm_ssd.draft"))
 
 
 class PeerGone(Exception):
@@ -34,10 +39,11 @@ class Hub:
         self._socket = self._context.socket(zmq.ROUTER)
         for option, value in (
             (zmq.LINGER, 0),
-            (zmq.SNDHWM, _QUEUED_MESSAGES),
-            (zmq.RCVHWM, _QUEUED_MESSAGES),
+            (zmq.SNDHWM, _QUEUED_TO_TARGET),
+            (zmq.RCVHWM, _QUEUED_FROM_TARGET),
             (zmq.ROUTER_MANDATORY, 1),
             (zmq.MAXMSGSIZE, _LARGEST_MESSAGE),
+            (zmq.HANDSHAKE_IVL, _HANDSHAKE_TIMEOUT),
             (zmq.HEARTBEAT_IVL, _HEARTBEAT),
             (zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT),
             (zmq.IPV6, int("[" in address)),
@@ -118,6 +124,8 @@ class _Admitted:
 
     def callback(self, _domain: str, key: bytes) -> bool:
         """`key`: Z85 text, as key files have it."""
+        if key != self._public_key:
+            _log_refusal("a target with a key that is not the target.key of this draft's keys is hung up on")
         return key == self._public_key
 
 
@@ -125,6 +133,8 @@ def _take_lock(path: Path) -> int:
     """ZeroMQ would take a living server's socket file away without a word: hold a lock beside it."""
     if not path.parent.is_dir():
         raise ValueError(f"cannot listen at ipc://{path}: the folder {path.parent} does not exist")
+    if path.exists() and not path.is_socket():
+        raise ValueError(f"cannot listen at ipc://{path}: there is a file, which would be lost; choose another address")
     try:
         lock = os.open(f"{path}.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     except OSError as error:

@@ -64,6 +64,10 @@ class DraftLink(abc.ABC):
     def _failure(self, reason: str) -> str:
         """The sentence for a draft that says `reason` at its start."""
 
+    def _fate(self, reason: str) -> str:
+        """The sentence for a draft that is gone before it was ready."""
+        return self._failure(f"{reason}; its own messages stand above")
+
     @abc.abstractmethod
     def _too_late(self, seconds: float) -> str:
         """The sentence for a draft that was not ready after so long."""
@@ -102,13 +106,13 @@ class DraftLink(abc.ABC):
             now = time.monotonic()
             if self.state is State.STARTING and (reason := self._death()) is not None:
                 self.close()
-                raise RuntimeError(self._failure(f"{reason}; its own messages stand above"))
+                raise RuntimeError(self._fate(reason))
             if self.state is State.STARTING and now - began > timeout:
                 self.close()
                 raise RuntimeError(self._too_late(timeout))
             if now - reported > 10.0:
                 reported = now
-                logger.info("waiting for the draft %s (%.0f s)", self._config.model, now - began)
+                logger.info("waiting for the draft %s on %s (%.0f s)", self._config.model, self.describe(), now - began)
         logger.info(
             "draft %s is ready on %s (%s, %d KV slots) after %.1f s",
             self._config.model,
@@ -168,9 +172,13 @@ class DraftLink(abc.ABC):
         if (reason := self._death()) is not None:
             self._give_up(reason)
         elif self.state is State.UP and silence > _HUNG_SECONDS:
-            self._give_up(f"it was silent for {_HUNG_SECONDS:.0f} s")
+            self._give_up_silent(f"it was silent for {_HUNG_SECONDS:.0f} s")
         elif self.state is State.STARTING and silence > self._config.draft_start_timeout:
-            self._give_up("it did not load in time")
+            self._give_up_silent("it did not load in time")
+
+    def _give_up_silent(self, reason: str) -> None:
+        """It lives, as far as is known, and does not answer."""
+        self._give_up(reason)
 
     def _give_up(self, reason: str) -> None:
         was_steady = self.ready is not None and time.monotonic() - self._up_since > _STEADY_SECONDS

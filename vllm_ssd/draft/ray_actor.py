@@ -21,7 +21,6 @@ from vllm_ssd.addresses import Keys, new_keys
 from vllm_ssd.config import SaguaroConfig
 from vllm_ssd.devices import DraftDevice, parse_cores
 from vllm_ssd.draft.identity import Identity
-from vllm_ssd.draft.link import State
 from vllm_ssd.draft.remote import RemoteDraft
 from vllm_ssd.messages import Failed
 
@@ -136,7 +135,8 @@ class RayDraft(RemoteDraft):
             if self._actor is None:
                 self._actor = ray.get_actor(self._actor_name)
             self._wanted = self._actor.endpoint.remote()
-            self._watch = self._actor.watch.remote()
+            if self._watch is None or self._is_dead:  # it keeps a thread of the actor: one at a time
+                self._watch = self._actor.watch.remote()
         except (ValueError, RayError) as error:
             raise OSError(f"its Ray actor is not there: {_reason(error)}") from None
         self._channel, self._is_dead = None, False
@@ -156,6 +156,11 @@ class RayDraft(RemoteDraft):
         yield from super()._read(timeout)
 
     def _death(self) -> str | None:
+        if (reason := self._actors_death()) is not None:
+            return reason
+        return None if self._channel is None else super()._death()
+
+    def _actors_death(self) -> str | None:
         now = time.monotonic()
         if now - self._looked_at < _LOOK_EVERY:
             return None
@@ -170,13 +175,11 @@ class RayDraft(RemoteDraft):
         except RayError as error:
             return _reason(error)
 
-    def _check(self) -> None:
-        was_up = self.state is State.UP
-        super()._check()
-        if was_up and self.state is State.DOWN and not self._is_dead:
-            # It lives and does not answer: Ray is to replace it.
-            with contextlib.suppress(RayError):
-                ray.kill(self._actor, no_restart=False)
+    def _give_up_silent(self, reason: str) -> None:
+        super()._give_up_silent(reason)
+        self._watch = None
+        with contextlib.suppress(RayError):  # Ray is to replace it
+            ray.kill(self._actor, no_restart=False)
 
     def _failure(self, reason: str) -> str:
         return f"saguaro: the draft {self._config.model!r} did not load in its Ray actor: {reason}"
@@ -189,7 +192,7 @@ class RayDraft(RemoteDraft):
 
     def describe(self) -> str:
         """Its address."""
-        return f"Ray actor {self._actor_name} at {self._address}"
+        return f"Ray actor {self._actor_name}" + (f" at {self._address}" if self._address else "")
 
 
 def _reason(error: Exception) -> str:

@@ -10,10 +10,9 @@ import time
 import weakref
 from collections.abc import Sequence
 
-import zmq
-
 from vllm_ssd.addresses import Keys, targets_keys
 from vllm_ssd.config import SaguaroConfig
+from vllm_ssd.draft.connection import Connection
 from vllm_ssd.draft.identity import Identity
 from vllm_ssd.draft.link import DraftLink, State
 from vllm_ssd.messages import PROTOCOL_VERSION, Hello, encode
@@ -73,7 +72,7 @@ class RemoteDraft(DraftLink):
         self._last_heard = time.monotonic()
 
     def _connect(self, address: str, keys: Keys | None) -> None:
-        self._channel = _Connection(address, keys, self._cores)
+        self._channel = Connection(address, keys, self._cores)
         self._finalizer = weakref.finalize(self, _close, os.getpid(), self._channel)
         self._greet()
 
@@ -86,17 +85,38 @@ class RemoteDraft(DraftLink):
             self._greet()
         yield from super()._read(timeout)
 
+    @property
+    def is_up(self) -> bool:
+        """Whether the draft has admitted this target and the connection stands. May be asked from any thread."""
+        channel = self._channel
+        return self.state is State.UP and channel is not None and not channel.is_lost
+
     def _death(self) -> str | None:
+        if self._channel.is_refused:
+            return (
+                f"what answers at {self.describe()} breaks off the handshake: it is no draft, or its keys are "
+                f"others ({self._describe_keys()}; the draft's are those of its --keys)"
+            )
+        if self.state is State.UP and self._channel.is_lost:
+            return "the connection to it is lost"
         return None
+
+    def _describe_keys(self) -> str:
+        keys = self._config.draft_keys
+        return "here speculative_config['draft_keys'] is not set" if keys is None else f"here they are those of {keys}"
 
     def _failure(self, reason: str) -> str:
         return f"saguaro: the draft at {self.describe()} refuses: {reason}"
+
+    def _fate(self, reason: str) -> str:
+        return f"saguaro: {reason}"
 
     def _too_late(self, seconds: float) -> str:
         keys = " with the keys of this draft_keys" if self._config.draft_keys else ""
         return (
             f"saguaro: no draft answered at {self.describe()} within {seconds:.0f} s (draft_start_timeout); "
-            f"start one there{keys}: vllm-ssd serve-draft {self._config.model} --listen {self.describe()}"
+            f"start one there{keys}: vllm-ssd serve-draft {self._config.model} --device DEVICE "
+            f"--listen {self.describe()}"
         )
 
     def describe(self) -> str:
@@ -105,28 +125,6 @@ class RemoteDraft(DraftLink):
 
     def _after_goodbye(self) -> None:
         self._channel.flush_and_close(0.5)
-
-
-_QUEUED_MESSAGES = 1000
-
-
-class _Connection(Channel):
-    """A target's end: queues while the draft is not there."""
-
-    def __init__(self, address: str, keys: Keys | None, cores: Sequence[int]) -> None:
-        self._context = zmq.Context()
-        for core in cores:
-            self._context.set(zmq.THREAD_AFFINITY_CPU_ADD, core)
-        self._socket = self._context.socket(zmq.DEALER)
-        for option in (zmq.SNDHWM, zmq.RCVHWM):
-            self._socket.setsockopt(option, _QUEUED_MESSAGES)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-        self._socket.setsockopt(zmq.IPV6, int("[" in address))
-        if keys is not None:
-            self._socket.curve_publickey, self._socket.curve_secretkey = keys.target, keys.target_secret
-            self._socket.curve_serverkey = keys.draft
-        self._socket.connect(address)
 
 
 def _close(owner: int, channel: Channel) -> None:

@@ -17,13 +17,16 @@ from vllm_ssd.config import SaguaroConfig
 from vllm_ssd.devices import DraftDevice
 from vllm_ssd.draft.hub import Hub, PeerGone
 from vllm_ssd.draft.identity import Identity, identify
+from vllm_ssd.draft.rare_log import RareLog
 from vllm_ssd.messages import PROTOCOL_VERSION, Failed, Hello, Idle, Ready, Round, decode_to_shared_draft, encode
 
 logger = logging.getLogger("vllm_ssd.draft")
+_log_refusal = RareLog(logger)
 
 _SIGN_SECONDS = 0.5  # how often each target hears something
 _TURNS = 4  # messages taken in for each target before the next step
-_MOST_UNREAD = 20_000  # pushes kept for a target that reads nothing
+_MOST_UNREAD = 1 << 28  # bytes of pushes kept for a target that reads nothing, besides the latest
+_RETRY_SECONDS = 0.01  # until a target that did not read is tried again
 _LONGEST_NAME = 80  # characters
 _MOST_NUM_SEQS = 4096
 _MOST_SLOTS = 1 << 22  # of the KV cache, unless its size is given
@@ -48,7 +51,22 @@ class _Target:
     name: str
     round_id: int = -1
     outbox: deque[bytes] = field(default_factory=deque)  # an idle target reads nothing; no push may be left out
+    unread: int = 0  # bytes in it
     last_sign: float = 0.0
+
+    def put(self, data: bytes) -> None:
+        """To be sent, after what waits."""
+        self.outbox.append(data)
+        self.unread += len(data)
+
+    def sent(self) -> None:
+        """The first has left."""
+        self.unread -= len(self.outbox.popleft())
+
+    @property
+    def is_deaf(self) -> bool:
+        """Whether too much waits for it."""
+        return self.unread > _MOST_UNREAD and len(self.outbox) > 1
 
 
 class SharedServer:
@@ -72,15 +90,20 @@ class SharedServer:
     def run(self, stop: threading.Event) -> None:
         """Take in what came, do one step, send what it built; again, until `stop` is set."""
         while not stop.is_set():
-            self._take_in(0.0 if self._busy else min(_SIGN_SECONDS, self._engine.seconds_until_overdue()))
+            self._take_in(0.0 if self._busy else self._pause())
             self._polled_at = time.perf_counter()
             self._busy = self._engine.step()
             for peer, push in list(self._engine.take_pushes()):
                 if isinstance(push, Failed):
                     self._refuse(peer, f"its messages make no sense: {push.reason}")
                 else:
-                    self._targets[peer].outbox.append(encode(push))
+                    self._targets[peer].put(encode(push))
             self._send()
+
+    def _pause(self) -> float:
+        """Seconds until there is something to do, if nothing comes."""
+        waits = any(target.outbox for target in self._targets.values())
+        return min(_RETRY_SECONDS if waits else _SIGN_SECONDS, self._engine.seconds_until_overdue())
 
     def _take_in(self, timeout: float) -> None:
         """A bounded number of messages: the hub takes them from the targets in turns."""
@@ -127,14 +150,14 @@ class SharedServer:
             except ValueError as error:
                 reason = str(error).removesuffix(".")
         if reason is not None:
-            logger.warning("target %s is refused: %s", _readable(hello.name), reason)
+            _log_refusal(f"target {_readable(hello.name)} is refused: {reason}")
             self._refuse(peer, reason)
             return
         num_slots = self._engine.admit(peer, config, hello.max_num_seqs)
         self._targets[peer] = _Target(_readable(hello.name))
         served = self._served
         ready = Ready(PROTOCOL_VERSION, num_slots, served.max_length, served.device, served.dtype)
-        self._targets[peer].outbox.append(encode(ready))
+        self._targets[peer].put(encode(ready))
         logger.info("target %s is admitted; %d now", self._targets[peer].name, len(self._targets))
 
     def _objection(self, hello: Hello) -> str | None:
@@ -168,7 +191,8 @@ class SharedServer:
         if not 1 <= hello.max_num_seqs <= _MOST_NUM_SEQS:
             return f"max_num_seqs is {hello.max_num_seqs}; a shared draft takes 1 to {_MOST_NUM_SEQS}"
         if len(self._targets) >= served.max_targets:
-            return f"it serves {served.max_targets} targets already; raise its --max-targets or start another draft"
+            most = served.max_targets
+            return f"it serves as many targets as it may ({most}); raise its --max-targets or start another draft"
         return None
 
     def _config_for(self, hello: Hello) -> SaguaroConfig:
@@ -205,12 +229,12 @@ class SharedServer:
             except PeerGone:
                 self._forget(peer, "is not there any more")
             else:
-                if len(target.outbox) > _MOST_UNREAD:
+                if target.is_deaf:
                     self._refuse(peer, "it does not read its messages")
 
     def _send_to(self, peer: bytes, target: _Target, now: float) -> None:
         while target.outbox and self._hub.send(peer, target.outbox[0]):
-            target.outbox.popleft()
+            target.sent()
             target.last_sign = now
         if not target.outbox and now - target.last_sign > _SIGN_SECONDS:
             self._hub.send(peer, encode(Idle(target.round_id)))

@@ -21,6 +21,7 @@ from vllm_ssd.metrics import PeriodicLog, Totals
 from vllm_ssd.prometheus import Exporter
 from vllm_ssd.proposer import DraftSampling, Proposal, Proposer, Row
 from vllm_ssd.sdsl.hint import SizeHint
+from vllm_ssd.tree import TokenLaw
 
 _MOST_TOP_K = 1 << 30  # more than any vocabulary, and within every integer type
 
@@ -193,8 +194,7 @@ class SaguaroDrafter:
         A draft without a law, or other than the one offered, is verified one-hot, which is exact
         for a token chosen in any way that does not look at the target's random numbers.
         """
-        rows, columns, probs, sampled = [], [], [], False
-        row = 0
+        laws, sampled = [], False
         for req_id, count in zip(req_ids, num_drafts):
             if not count:
                 continue
@@ -203,22 +203,25 @@ class SaguaroDrafter:
             known = offer is not None and offer.token_ids[:count] == list(scheduled)
             for i, token_id in enumerate(scheduled):
                 law = offer.laws[i] if known else None
-                if law is None:
-                    rows.append(np.array([row]))
-                    columns.append(np.array([token_id]))
-                    probs.append(np.ones(1, dtype=np.float32))
-                else:
-                    sampled = True
-                    rows.append(np.full(len(law.token_ids), row))
-                    columns.append(law.token_ids)
-                    probs.append(law.probs)
-                row += 1
-        if not sampled:
-            return None
-        index = (_tensor(rows, np.int64, device), _tensor(columns, np.int64, device))
-        dense = torch.zeros((row, vocab_size), dtype=torch.float32, device=device)
-        dense[index] = _tensor(probs, np.float32, device)
-        return dense
+                sampled = sampled or law is not None
+                laws.append(law or TokenLaw(np.array([token_id]), np.ones(1, dtype=np.float32)))
+        return _dense(laws, vocab_size, device) if sampled else None
+
+
+def _dense(laws: Sequence[TokenLaw], vocab_size: int, device) -> torch.Tensor:
+    """[len(laws), vocab_size] float32."""
+    shape = (len(laws), max(len(law.token_ids) for law in laws))
+    token_ids, probs = np.full(shape, -1, dtype=np.int32), np.zeros(shape, dtype=np.float32)
+    for row, law in enumerate(laws):
+        token_ids[row, : len(law.token_ids)] = law.token_ids
+        probs[row, : len(law.probs)] = law.probs
+    ids, q = (torch.from_numpy(array).to(device, non_blocking=True) for array in (token_ids, probs))
+    dense = torch.empty((len(laws), vocab_size), dtype=torch.float32, device=device)
+    if dense.is_cuda:
+        from vllm_ssd.kernels.sparse_q import dense_rows  # needs Triton, which CPU builds of torch come without
+
+        return dense_rows(ids, q, dense)
+    return dense.zero_().scatter_add_(1, ids.clamp(min=0).long(), q)
 
 
 def _exporter(vllm_config: Any) -> Exporter | None:
@@ -251,7 +254,3 @@ def draft_sampling(params: Any) -> DraftSampling:
         return DraftSampling()
     top_k = min(params.top_k, _MOST_TOP_K) if params.top_k and params.top_k > 0 else 0
     return DraftSampling(params.temperature, top_k, params.top_p)
-
-
-def _tensor(parts: list[np.ndarray], dtype: type, device) -> torch.Tensor:
-    return torch.from_numpy(np.concatenate(parts).astype(dtype)).to(device, non_blocking=True)
