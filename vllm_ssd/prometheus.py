@@ -81,7 +81,7 @@ METRICS = (
     _counter("draft_seconds", "Time the draft was at work, hidden behind the target or not."),
     _counter("draft_restarts", "How often the draft process was started again."),
     Metric("tree_step_seconds", "histogram", "Duration of a tree step of the draft: one token for every branch."),
-    Metric("draft_up", "gauge", "1 if the draft process is loaded and lives, 0 otherwise."),
+    Metric("draft_up", "gauge", "1 if the draft (of several: each of them) is loaded and lives, 0 otherwise."),
     Metric(
         "draft_kv_cache_usage_perc",
         "gauge",

@@ -5,7 +5,7 @@
 runs it on the Ray cluster of this machine until Ctrl-C; `--help` has the other options. For
 `serve run` or `serve deploy`, `build` is the application builder:
 
-    serve run ray_serve:build target=Qwen/Qwen3-32B draft=Qwen/Qwen3-0.6B tensor_parallel_size=4
+    serve run --name saguaro ray_serve:build target=Qwen/Qwen3-32B draft=Qwen/Qwen3-0.6B tensor_parallel_size=4
 """
 
 import argparse
@@ -35,9 +35,15 @@ def llm_config(target: str, draft: str, tensor_parallel_size: int = 1, name: str
 
 
 def build(options: dict[str, str]) -> Application:
-    """The application; `options` as `llm_config` takes them."""
-    ranks = int(options.get("tensor_parallel_size", 1))
-    return build_openai_app({"llm_configs": [llm_config(**{**options, "tensor_parallel_size": ranks})]})
+    """The application; `options` as `llm_config` takes them, numbers and the like written as in JSON."""
+    return build_openai_app({"llm_configs": [llm_config(**{name: _value(text) for name, text in options.items()})]})
+
+
+def _value(text: str) -> object:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
 
 
 def main() -> None:

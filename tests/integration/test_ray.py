@@ -1,5 +1,6 @@
 """The target on Ray, on a CPU: the draft is an actor with a bundle of its own."""
 
+import json
 import os
 import signal
 import subprocess
@@ -141,8 +142,8 @@ def test_a_killed_engine_takes_its_draft_along(cluster):
 
 
 LOSSES = """
-import dataclasses, json, sys, time
-import ray
+import dataclasses, json, os, socket, sys, time
+import psutil, ray
 from vllm_ssd.config import SaguaroConfig
 from vllm_ssd.draft.identity import identify
 from vllm_ssd.draft.link import State
@@ -152,12 +153,21 @@ config = SaguaroConfig(sys.argv[1], 4, draft_start_timeout=60.0)
 actor = start_actor(
     "losing", {"num_gpus": 1}, config=dataclasses.asdict(config), vocab_size=4096, device="cpu:1", environment={}
 )
+
+
+def break_connection(port):
+    for connection in psutil.Process().net_connections("tcp"):
+        if connection.raddr and connection.raddr.port == port:
+            with socket.socket(fileno=os.dup(connection.fd)) as broken:
+                broken.shutdown(socket.SHUT_RDWR)
+
+
 draft = RayDraft(config, identify(config), 4096, 8, "losing")
 draft.start()
 draft.wait_until_ready(120)
 for loss in range(1, 7):
     incarnation = draft.incarnation
-    draft._channel._socket.disconnect(draft._address)  # as the network may
+    break_connection(int(draft._address.rpartition(":")[2]))
     deadline = time.monotonic() + 30
     while (draft.incarnation == incarnation or draft.state is not State.UP) and time.monotonic() < deadline:
         list(draft.receive(0.05))
@@ -170,8 +180,6 @@ ray.kill(actor)
 
 def test_lost_connections_cost_the_actor_nothing(cluster):
     """Each of them keeps a thread of the actor, until there is none left that answers."""
-    import json
-
     run = subprocess.run(
         [sys.executable, "-c", LOSSES, str(DRAFT)],
         capture_output=True,
@@ -184,6 +192,79 @@ def test_lost_connections_cost_the_actor_nothing(cluster):
     assert len({pid for _, _, pid in found}) == 1, "a draft that is alive was replaced"
 
 
+def engine_options() -> dict:
+    """Of `vllm.LLM`."""
+    return {
+        "model": str(TARGET),
+        "dtype": "float32",
+        "max_model_len": 512,
+        "enforce_eager": True,
+        "max_num_seqs": 8,
+        "enable_prefix_caching": False,
+        "distributed_executor_backend": "ray",
+        "speculative_config": saguaro(DRAFT, 4, draft_device="cpu:1", fallback="draft"),
+    }
+
+
+ENGINES = """
+import gc, json, sys, time
+import ray
+from ray.util.placement_group import PlacementGroup
+from vllm import LLM, SamplingParams
+from vllm_ssd.integration.ray_executor import _wait_for_the_users
+
+def free():
+    deadline = time.monotonic() + 30
+    while ray.available_resources().get("GPU", 0) < ray.cluster_resources()["GPU"] and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return ray.available_resources().get("GPU", 0)
+
+engine, prompt = json.loads(sys.argv[1])
+ray.init(log_to_driver=False)
+for memory in (1 << 49, None, None):
+    engine["speculative_config"]["draft_kv_cache_memory_bytes"] = memory
+    try:
+        llm = LLM(**engine)
+        [output] = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
+        found = list(output.outputs[0].token_ids)
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        gc.collect()
+    except Exception as error:
+        found = str(error)
+    print(json.dumps([found, free()]), flush=True)
+try:
+    _wait_for_the_users(PlacementGroup(ray.PlacementGroupID.from_random()), 5.0)
+except RuntimeError as error:
+    print(json.dumps([str(error), 0]), flush=True)
+"""
+
+
+def test_engines_one_after_the_other_in_a_job(cluster, baseline):
+    """What the first one reserved is not given back, and the next finds no place."""
+    request = {**REQUESTS[0], "params": {**GREEDY, "max_tokens": 8}}
+    run = subprocess.run(
+        [sys.executable, "-c", ENGINES, json.dumps([engine_options(), request["prompt"]])],
+        capture_output=True,
+        text=True,
+        timeout=500,
+        env={
+            **os.environ,
+            **cluster.environment(),
+            "RAY_ADDRESS": cluster.address,
+            "VLLM_CPU_OMP_THREADS_BIND": "0",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        },
+    )
+    found = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("[")]
+    assert len(found) == 4, run.stdout[-2000:] + run.stderr[-3000:]
+    [(refused, first), *working, (unknown, _)] = found
+    assert "draft_kv_cache_memory_bytes" in refused and first == 3
+    [expected] = [result["outputs"][0]["token_ids"] for result in baseline.generate([request])]
+    assert working == [[expected, 3]] * 2
+    assert cluster.address in unknown and "does not know the placement group; set RAY_ADDRESS" in unknown
+
+
 # ---- placement groups of the user's, inside an actor ----
 
 INSIDE = """
@@ -192,7 +273,7 @@ import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 options = json.loads(sys.argv[1])
 ray.init(log_to_driver=True)
-group = ray.util.placement_group([{"GPU": 1.0, "CPU": 0.1}] * options["bundles"], strategy="PACK")
+group = ray.util.placement_group([{"GPU": gpus, "CPU": 0.1} for gpus in options["bundles"]], strategy="PACK")
 ray.get(group.ready(), timeout=60)
 place = PlacementGroupSchedulingStrategy(group, 0, placement_group_capture_child_tasks=True)
 
@@ -221,23 +302,13 @@ except Exception as error:
 """
 
 
-def inside_an_actor(cluster: RayCluster, bundles: int, occupied: bool = False) -> dict:
-    import json
+def inside_an_actor(cluster: RayCluster, bundles: list[float], occupied: bool = False) -> dict:
+    """`bundles`: GPUs of each."""
 
-    engine = {
-        "model": str(TARGET),
-        "dtype": "float32",
-        "max_model_len": 512,
-        "enforce_eager": True,
-        "max_num_seqs": 8,
-        "enable_prefix_caching": False,
-        "distributed_executor_backend": "ray",
-        "speculative_config": saguaro(DRAFT, 4, draft_device="cpu:1", fallback="draft"),
-    }
     options = {
         "bundles": bundles,
         "occupied": occupied,
-        "engine": engine,
+        "engine": engine_options(),
         "prompts": [request["prompt"] for request in REQUESTS],
     }
     run = subprocess.run(
@@ -252,18 +323,19 @@ def inside_an_actor(cluster: RayCluster, bundles: int, occupied: bool = False) -
     return {**json.loads(answers[-1]), "log": run.stdout + run.stderr}
 
 
-def test_inside_an_actor_with_a_spare_bundle(cluster, baseline):
-    found = inside_an_actor(cluster, bundles=2)
+@pytest.mark.parametrize("bundles", ([1, 1], [0.5, 1, 1]), ids=("", "and half a device"))
+def test_inside_an_actor_with_a_spare_bundle(cluster, baseline, bundles):
+    found = inside_an_actor(cluster, bundles)
     assert "error" not in found, found["error"][-3000:]
     expected = [result["outputs"][0]["token_ids"] for result in baseline.generate(REQUESTS)]
     assert found["tokens"] == expected and found["accepted"] > 10
 
 
 def test_inside_an_actor_without_a_spare_bundle(cluster):
-    found = inside_an_actor(cluster, bundles=1)
+    found = inside_an_actor(cluster, [1])
     assert "add one more bundle for the draft" in found["error"] + found["log"]
 
 
 def test_inside_an_actor_with_an_occupied_bundle(cluster):
-    found = inside_an_actor(cluster, bundles=2, occupied=True)
+    found = inside_an_actor(cluster, [1, 1], occupied=True)
     assert "bundle 1 of the placement group" in found["error"] + found["log"]

@@ -100,7 +100,7 @@ def test_simulate_says_what_its_figures_are(tmp_path: Path, capsys) -> None:
     assert row["none tokens/s"] == f"{figures['none']:.1f}" and row["SSD tokens/s"] == f"{figures['ssd']:.1f}"
     assert row["always waiting tokens/s"] == f"{figures['ssd_waiting']:.1f}"
     assert row["never tokens/s"] == f"{figures['ssd_fast']:.1f}"
-    assert "1 draft device," in output.out
+    assert "K 4 (SD 6), 21 branches, fallback auto" in output.out
     assert output.err == f"written: {file}\n"
 
 

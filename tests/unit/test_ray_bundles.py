@@ -28,7 +28,7 @@ def test_assignments(nodes: str, num_ranks: int, driver: str, chosen: tuple, exp
 @pytest.mark.parametrize(
     ("nodes", "num_ranks", "chosen", "words"),
     (
-        ("aa", 2, (), "has 2 bundles with a device and the target takes 2: add one more"),
+        ("aa", 2, (), "has 2 bundles with a whole device and the target takes 2: add one more"),
         ("aaa", 2, (0, 7), "names bundle 7, .* those with one are 0, 1, 2"),
     ),
 )

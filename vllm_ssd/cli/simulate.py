@@ -171,12 +171,12 @@ def _row(figures: Figures) -> list[str]:
 
 
 def _in_words(scenario: Scenario) -> str:
-    on_each = f" on each of {scenario.tree_devices} devices" if scenario.tree_devices > 1 else ""
+    each_tree = f" on each of {scenario.tree_devices} devices" if scenario.tree_devices > 1 else ""
+    rows = f", rows split over {scenario.draft_devices} devices" if scenario.draft_devices > 1 else ""
     return (
         f"verify {1e3 * scenario.verify.base:.2f} ms, draft step {1e3 * scenario.draft.base:.2f} ms, "
         f"overhead {1e3 * scenario.overhead:.2f} ms, acceptance {scenario.acceptance:g}, K {scenario.num_drafts} "
-        f"(SD {scenario.sd_num_drafts}), {scenario.branches} branches{on_each}, "
-        f"{text.count(scenario.draft_devices, 'draft device')}, fallback {scenario.fallback}"
+        f"(SD {scenario.sd_num_drafts}), {scenario.branches} branches{each_tree}{rows}, fallback {scenario.fallback}"
     )
 
 

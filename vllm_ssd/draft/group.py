@@ -60,8 +60,8 @@ class DraftGroup:
 
     @property
     def is_up(self) -> bool:
-        """Whether any of them is loaded and, as far as is known, alive. May be asked from any thread."""
-        return any(member.is_up for member in self._members)
+        """Whether all of them are loaded and, as far as is known, alive. May be asked from any thread."""
+        return all(member.is_up for member in self._members)
 
     @property
     def pid(self) -> int | None:

@@ -27,13 +27,13 @@ def assign(
     nodes = dict(bundles)
     if len(nodes) <= num_ranks:
         raise ValueError(
-            f"the placement group has {len(nodes)} bundles with a device and the target takes {num_ranks}: "
+            f"the placement group has {len(nodes)} bundles with a whole device and the target takes {num_ranks}: "
             "add one more bundle for the draft"
         )
     if missing := [index for index in chosen if index not in nodes]:
         raise ValueError(
             f"VLLM_RAY_BUNDLE_INDICES names bundle {missing[0]}, which the placement group lacks or which has no "
-            f"device; those with one are {', '.join(map(str, sorted(nodes)))}"
+            f"whole device; those with one are {', '.join(map(str, sorted(nodes)))}"
         )
     target = tuple(chosen) or _of_the_target(nodes, num_ranks, driver_node)
     spare = [index for index in nodes if index not in target]

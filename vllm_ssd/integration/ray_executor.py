@@ -36,29 +36,35 @@ class SaguaroRayExecutor(RayExecutorV2):
     """Reserves a device for the draft, starts it there, and ends it with the engine."""
 
     _draft_actor: Any = None
+    _own_group: Any = None
 
     def _init_executor(self) -> None:
-        group = self._placement_group()
-        self.parallel_config.placement_group = group
-        assignment = self._assign(group)
-        self._start_draft(group, assignment)
         try:
+            group = self._placement_group()
+            self.parallel_config.placement_group = group
+            assignment = self._assign(group)
+            self._start_draft(group, assignment)
             with _bundle_indices(assignment.target):
                 super()._init_executor()
         except BaseException:
-            self._end_draft()
+            self._release()
             raise
 
     def shutdown(self) -> None:
-        """End the workers, then the draft."""
+        """End the workers, then the draft; give back what was reserved for them."""
         super().shutdown()
-        self._end_draft()
+        self._release()
 
-    def _end_draft(self) -> None:
+    def _release(self) -> None:
         actor, self._draft_actor = self._draft_actor, None
-        if actor is not None and ray.is_initialized():
-            with contextlib.suppress(RayError):
+        group, self._own_group = self._own_group, None
+        if not ray.is_initialized():
+            return
+        with contextlib.suppress(RayError):
+            if actor is not None:
                 ray.kill(actor)
+            if group is not None:  # a job may go on, and start other engines
+                ray.util.remove_placement_group(group)
 
     # ---- bundles ----
 
@@ -69,11 +75,12 @@ class SaguaroRayExecutor(RayExecutorV2):
             ray.init(runtime_env=config.ray_runtime_env)
         group = config.placement_group or ray.util.get_current_placement_group()
         if group is not None:
+            _wait_for_the_users(group, self._saguaro.draft_start_timeout)
             return group
         device, count = current_platform.ray_device_key, self.parallel_config.world_size + 1
-        group = ray.util.placement_group([{device: 1.0}] * count, strategy="PACK")
-        _wait_for(group, device, count, self._saguaro.draft_start_timeout)
-        return group
+        self._own_group = ray.util.placement_group([{device: 1.0}] * count, strategy="PACK")
+        _wait_for(self._own_group, device, count, self._saguaro.draft_start_timeout)
+        return self._own_group
 
     @property
     def _saguaro(self) -> Any:
@@ -82,7 +89,7 @@ class SaguaroRayExecutor(RayExecutorV2):
     def _assign(self, group: Any) -> Assignment:
         device = current_platform.ray_device_key
         nodes = placement_group_table(group)["bundles_to_node_id"]
-        bundles = [(index, nodes[index]) for index, spec in enumerate(group.bundle_specs) if spec.get(device)]
+        bundles = [(index, nodes[index]) for index, spec in enumerate(group.bundle_specs) if spec.get(device, 0) >= 1]
         chosen = [int(index) for index in (envs.VLLM_RAY_BUNDLE_INDICES or "").split(",") if index]
         try:
             found = assign(bundles, self.parallel_config.world_size, ray.get_runtime_context().get_node_id(), chosen)
@@ -113,14 +120,12 @@ class SaguaroRayExecutor(RayExecutorV2):
             node, pid = ray.get(self._draft_actor.where.remote(), timeout=_PLACE_SECONDS)
         except GetTimeoutError:
             wanted = placement_group_table(group)["bundles_to_node_id"].get(assignment.draft)
-            self._end_draft()
             raise RuntimeError(
                 f"saguaro on Ray: bundle {assignment.draft} of the placement group (node {wanted}) did not take the "
                 f"draft's actor within {_PLACE_SECONDS:.0f} s: something else occupies it, or its node is gone; "
                 "see `ray status` and `ray list actors`, or add a bundle."
             ) from None
         except RayError as error:
-            self._end_draft()
             raise RuntimeError(f"saguaro on Ray: the draft's actor did not start: {error}") from error
         self._draft_actor.endpoint.remote()  # loads while the target does
         spec.ray_draft = name
@@ -131,16 +136,36 @@ def _wait_for(group: Any, device: str, count: int, seconds: float) -> None:
     """Until Ray reserved the group. Raises `RuntimeError` saying what the cluster lacks."""
     began = time.monotonic()
     ready = group.ready()
-    while not ray.wait([ready], timeout=_REPORT_EVERY if seconds > _REPORT_EVERY else seconds)[0]:
+    while not ray.wait([ready], timeout=min(_REPORT_EVERY, seconds))[0]:
         total, free = (found.get(device, 0) for found in (ray.cluster_resources(), ray.available_resources()))
         if time.monotonic() - began > seconds:
-            ray.util.remove_placement_group(group)
             raise RuntimeError(
                 f"saguaro on Ray: no placement group of {count} bundles with one {device} each within {seconds:.0f} s "
-                f"(draft_start_timeout): the target takes {count - 1}, the draft 1; the cluster has {total:.0f}, "
-                f"{free:.0f} of them free. Add devices or lower tensor_parallel_size."
+                f"(draft_start_timeout): the target takes {count - 1}, the draft 1; the cluster at {_cluster()} has "
+                f"{total:.0f}, {free:.0f} of them free. Add devices or lower tensor_parallel_size."
             )
-        logger.info("waiting for %d bundles with one %s each; %d of %d are free", count, device, free, total)
+        logger.info(
+            "waiting for %d bundles with one %s each; %d of %d are free at %s", count, device, free, total, _cluster()
+        )
+
+
+def _wait_for_the_users(group: Any, seconds: float) -> None:
+    """Until Ray reserved the user's group. Raises `RuntimeError` if it does not, or does not know it."""
+    if "bundles_to_node_id" not in placement_group_table(group):
+        raise RuntimeError(
+            f"saguaro on Ray: the engine is connected to the Ray cluster at {_cluster()}, which does not know the "
+            "placement group; set RAY_ADDRESS for the engine, in an actor by its "
+            "runtime_env={'env_vars': {'RAY_ADDRESS': ...}}."
+        )
+    if not ray.wait([group.ready()], timeout=seconds)[0]:
+        raise RuntimeError(
+            f"saguaro on Ray: the placement group was not reserved within {seconds:.0f} s (draft_start_timeout): "
+            f"{group.bundle_specs}; see `ray status`."
+        )
+
+
+def _cluster() -> str:
+    return ray.get_runtime_context().gcs_address
 
 
 @contextlib.contextmanager
