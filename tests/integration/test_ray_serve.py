@@ -1,6 +1,7 @@
 """The example of Ray Serve LLM, on a CPU: started as a user starts it, asked over HTTP."""
 
 import contextlib
+import importlib.util
 import json
 import os
 import signal
@@ -176,3 +177,18 @@ def test_the_end_leaves_nothing(server):
     assert server.wait(180) == 0, server.log_path.read_text(errors="replace")[-3000:]
     for kind in ("DraftActor", "RayWorkerProc", "ServeReplica"):
         until(lambda kind=kind: not actors(kind), f"{kind} is left behind")
+
+
+def test_options_of_serve_run_are_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`serve run ray_serve:build max_model_len=512` hands a text to vLLM, which ends with a TypeError."""
+    spec = importlib.util.spec_from_file_location("ray_serve_example", EXAMPLE)
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    built = []
+    monkeypatch.setattr(example, "build_openai_app", built.append)
+    example.build(
+        {"target": "a/b", "draft": "c/d", "tensor_parallel_size": "2", "max_model_len": "512", "dtype": "float32"}
+    )
+    [config] = built[0]["llm_configs"]
+    assert config.engine_kwargs["max_model_len"] == 512 and config.engine_kwargs["dtype"] == "float32"
+    assert len(config.placement_group_config["bundles"]) == 3 and config.model_loading_config.model_source == "a/b"
