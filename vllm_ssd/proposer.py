@@ -356,7 +356,7 @@ class Proposer:
         return {
             **self.totals.as_dict(),
             **{f"hits_draft_{part + 1}": count for part, count in enumerate(self.totals.hits_per_part)},
-            "draft_up": self._draft.state is State.UP,
+            "draft_up": self._draft.is_up,
             "draft_restarts": self._draft.restarts,
         }
 

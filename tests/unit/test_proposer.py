@@ -28,6 +28,10 @@ class FakeDraft:
         self.on_wait: Callable[[], None] = lambda: None
         self._pushes: list[Push] = []
 
+    @property
+    def is_up(self) -> bool:
+        return self.state is State.UP
+
     def send(self, message: Round) -> None:
         if self.state is State.UP:
             self.rounds.append(message)

@@ -13,7 +13,7 @@ USUAL_ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 _COLUMN_STEP = 64
 
 
-def padded_rows(count: int) -> int:
+def usual_rows(count: int) -> int:
     """The least usual number of rows that holds `count`."""
     most = USUAL_ROWS[-1]
     return next((rows for rows in USUAL_ROWS if rows >= count), -(-count // most) * most)
@@ -112,7 +112,7 @@ def _send(array: np.ndarray | None, device: torch.device) -> torch.Tensor | None
 
 def _padded(groups: Seq[Group]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]:
     most = max(len(g.token_ids) for g in groups)
-    rows = padded_rows(most)
+    rows = usual_rows(most)
     width = padded_columns(max(len(g.columns) for g in groups))
     columns = np.zeros((len(groups), width), dtype=np.int64)
     column_positions = np.zeros((len(groups), width), dtype=np.int64)

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from vllm_ssd.draft.batch import FlatBatch, padded_rows
+from vllm_ssd.draft.batch import FlatBatch, usual_rows
 from vllm_ssd.draft.pool_attention import pad_rows
 
 _MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
@@ -136,7 +136,7 @@ class _Layer:
 
 def _padded(rows: Tensor) -> Tensor:
     """[T, ...] → [P, ...], the rest zeros."""
-    missing = padded_rows(len(rows)) - len(rows)
+    missing = usual_rows(len(rows)) - len(rows)
     return F.pad(rows, (0, 0) * (rows.dim() - 1) + (0, missing)) if missing else rows
 
 

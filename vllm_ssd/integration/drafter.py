@@ -83,7 +83,7 @@ class SaguaroDrafter:
 
     def stats(self) -> dict[str, float | bool] | None:
         """Totals; None on ranks without the draft."""
-        return None if self._proposer is None else {**self._proposer.stats(), "draft_up": self._draft.is_up}
+        return None if self._proposer is None else self._proposer.stats()
 
     @property
     def totals(self) -> Totals:
