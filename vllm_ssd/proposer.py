@@ -89,8 +89,10 @@ NgramProposer = Callable[[Sequence[int]], dict[int, list[int]]]
 class Proposer:
     """Hands out drafts each round."""
 
-    def __init__(self, config: SaguaroConfig, draft: DraftLink | DraftGroup) -> None:
+    def __init__(self, config: SaguaroConfig, draft: DraftLink | DraftGroup, vocab_size: int | None = None) -> None:
+        """`vocab_size`: token ids from here on are no drafts; None takes what comes."""
         self._config = config
+        self._vocab_size = vocab_size
         self._draft = draft
         self._has_parts = config.num_draft_devices > 1  # of each tree, built by as many drafts
         self._most_losses = _MOST_LOSSES * config.num_draft_devices
@@ -262,7 +264,11 @@ class Proposer:
 
     def _receive(self, timeout: float = 0.0) -> None:
         for push in self._draft.receive(timeout):
-            self._take(push)
+            try:
+                self._take(push)
+            except (ValueError, IndexError) as error:
+                self._draft.give_up(f"it sent what makes no sense: {error}", push.part)
+                return
 
     def _take(self, push: Push) -> None:
         part = push.part
@@ -274,11 +280,14 @@ class Proposer:
             request = self._by_seq_id.get(item.seq_id)
             if request is None:
                 continue
+            self._check(item.token_ids)
             if isinstance(item, Branches):
                 request.tree.hang(item.length, item.trunk, item.offsets, item.token_ids, part)
                 self.totals.branches += len(item.token_ids)
             else:
                 law = None if item.law is None else unpack_law(item.law, len(item.token_ids))
+                if law is not None and law[0].size:
+                    self._check([law[0].max()])
                 request.tree.grow(item.token_ids, law, part)
         for seq_id in push.lost:
             if (request := self._by_seq_id.get(seq_id)) is not None:
@@ -287,6 +296,12 @@ class Proposer:
         for seq_id in push.declined:
             if (request := self._by_seq_id.get(seq_id)) is not None:
                 request.declined = True
+
+    def _check(self, token_ids: Sequence[int]) -> None:
+        """Raise `ValueError` for a token that the target does not know, and would fall over."""
+        if self._vocab_size is not None and token_ids:
+            if not 0 <= min(token_ids) <= max(token_ids) < self._vocab_size:
+                raise ValueError(f"token ids {min(token_ids)} to {max(token_ids)} of {self._vocab_size}")
 
     def _queue_start(self, request: _Request, token_ids: Sequence[int], drafts: Sequence[int] = ()) -> None:
         if self._draft.state is not State.UP or not self._fits(len(token_ids)):

@@ -8,7 +8,7 @@ import pytest
 from vllm_ssd import proposer as proposer_module
 from vllm_ssd.config import SaguaroConfig
 from vllm_ssd.draft.launcher import State
-from vllm_ssd.messages import Branches, Growth, Push, Ready, Round, pack_law, unpack_tokens
+from vllm_ssd.messages import Branches, Growth, Law, Push, Ready, Round, pack_law, unpack_tokens
 from vllm_ssd.proposer import DraftSampling, Proposal, Proposer, Row
 
 K = 3
@@ -27,6 +27,11 @@ class FakeDraft:
         self.timeouts: list[float] = []  # of each call that would have waited
         self.on_wait: Callable[[], None] = lambda: None
         self._pushes: list[Push] = []
+        self.given_up: list[str] = []
+
+    def give_up(self, reason: str, part: int = 0) -> None:
+        self.given_up.append(reason)
+        self.go_down()
 
     @property
     def is_up(self) -> bool:
@@ -68,7 +73,7 @@ class Game:
 
     def __init__(self, **options) -> None:
         self.draft = FakeDraft()
-        self.proposer = Proposer(SaguaroConfig("fake", K, **{"fallback": "ngram", **options}), self.draft)
+        self.proposer = Proposer(SaguaroConfig("fake", K, **{"fallback": "ngram", **options}), self.draft, 1000)
         self.history: dict[str, list[int]] = {}
         self.looked_up: list[list[int]] = []  # rows whose n-grams were asked for
         self.ngrams: dict[int, list[int]] = {}
@@ -365,6 +370,31 @@ def test_a_draft_that_comes_back_is_told_everything_anew(game: Game) -> None:
     assert game.propose(game.row("a", [8]))[0].token_ids == [9, 9, 9]
     assert [outcome.length for outcome in game.draft.rounds[-1].outcomes] == [8]
     assert game.proposer.stats()["draft_restarts"] == 1
+
+
+NONSENSE = {
+    "a token beyond the vocabulary": [Branches(0, 0, 4, [], [0], [1000])],
+    "a negative token": [Branches(0, 0, 4, [], [0], [5]), Growth(0, [-1], None)],
+    "a law over tokens beyond it": [
+        Branches(0, 0, 4, [], [0], [5]),
+        Growth(0, [6], pack_law(np.array([[6, 1000]], dtype=np.int32), np.array([[0.5, 0.5]], dtype=np.float32))),
+    ],
+    "a branch that hangs beyond the trunk": [Branches(0, 0, 4, [], [7], [5])],
+    "half a law": [Branches(0, 0, 4, [], [0], [5]), Growth(0, [6], Law(b"\0\0\0", b""))],
+}
+
+
+@pytest.mark.parametrize("items", NONSENSE.values(), ids=NONSENSE)
+def test_a_draft_that_sends_nonsense_is_given_up(game: Game, items: list) -> None:
+    """vLLM gets tokens that it has no embedding for, or speculation is over until the engine's end."""
+    game.start("a")
+    game.draft.push(*items)
+    [proposal] = game.propose(game.row("a", [5]))
+    assert len(game.draft.given_up) == 1 and "makes no sense" in game.draft.given_up[0]
+    assert all(0 <= token_id < 1000 for token_id in proposal.token_ids)
+    game.draft.come_up()
+    game.propose(game.row("a", [6]))
+    assert [start.seq_id for start in game.draft.rounds[-1].starts] == [0]
 
 
 def test_long_prompts_come_in_several_rounds(game: Game, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -179,7 +179,8 @@ def test_a_silent_draft_is_given_up_and_close_leaves_nothing(
     os.kill(pid, signal.SIGSTOP)
     monkeypatch.setattr(link, "_HUNG_SECONDS", 1.5)
     wait_for(lambda: seen_state(hushed, State.DOWN))
-    assert not runs(pid) and not os.path.exists(directory)
+    wait_for(lambda: not runs(pid))  # killed; on a busy machine it takes a moment to go
+    assert not os.path.exists(directory)
     hushed.close()
     assert hushed.pid is None or not runs(hushed.pid)
     assert not seen_state(hushed, State.UP)

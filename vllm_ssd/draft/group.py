@@ -94,6 +94,10 @@ class DraftGroup:
             raise
         self._notice()
 
+    def give_up(self, reason: str, part: int) -> None:
+        """What this one sent is of no use: it begins anew."""
+        self._members[part].give_up(reason)
+
     def close(self) -> None:
         """Part from all for good."""
         for member in self._members:

@@ -23,6 +23,7 @@ from vllm_ssd.transport import Channel
 logger = logging.getLogger("vllm.saguaro")
 
 _HUNG_SECONDS = 5.0  # silence after which a draft that should answer is given up
+_MOST_READ = 4096  # messages taken in at a time: a draft that floods its target does not hold it up
 _FIRST_BACKOFF, _LAST_BACKOFF = 1.0, 60.0
 _STEADY_SECONDS = 60.0  # a draft that was up for so long begins with the first back-off again
 
@@ -141,9 +142,11 @@ class DraftLink(abc.ABC):
         self._check()
 
     def _read(self, timeout: float) -> Iterator[Push | Failed]:
-        data = self._channel.receive(timeout)
-        while data is not None:
-            self._last_heard = time.monotonic()
+        for _ in range(_MOST_READ):
+            data = self._channel.receive(timeout)
+            if data is None:
+                return
+            timeout, self._last_heard = 0.0, time.monotonic()
             try:
                 message = decode_to_target(data)
             except msgspec.MsgspecError as error:
@@ -154,7 +157,6 @@ class DraftLink(abc.ABC):
                 yield message
                 if self.state is State.DOWN:
                     return
-            data = self._channel.receive()
 
     def _take_ready(self, message: Ready) -> Failed | None:
         if message.version != PROTOCOL_VERSION:
@@ -179,6 +181,11 @@ class DraftLink(abc.ABC):
     def _give_up_silent(self, reason: str) -> None:
         """It lives, as far as is known, and does not answer."""
         self._give_up(reason)
+
+    def give_up(self, reason: str, part: int = 0) -> None:
+        """What it sent is of no use: begin anew. `part`: which of several drafts, as its messages say."""
+        if self.state is not State.DOWN:
+            self._give_up(reason)
 
     def _give_up(self, reason: str) -> None:
         was_steady = self.ready is not None and time.monotonic() - self._up_since > _STEADY_SECONDS

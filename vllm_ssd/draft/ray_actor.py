@@ -123,6 +123,8 @@ class RayDraft(RemoteDraft):
         super().__init__(config, identity, vocab_size, max_num_seqs, cores)
         self._actor_name = actor_name
         self._actor: Any = None
+        self._alive: Any = None  # an answer of the actor's; Ray may still be starting it again
+        self._asked_at = 0.0
         self._wanted: Any = None  # the endpoint that was asked for
         self._watch: Any = None
         self._looked_at = 0.0
@@ -131,21 +133,25 @@ class RayDraft(RemoteDraft):
 
     def start(self) -> None:
         """Ask the actor where it listens; the connection is made when it answers."""
+        if self._is_dead:
+            self._watch = None
+        self._channel, self._wanted, self._is_dead = None, None, False
         try:
             if self._actor is None:
                 self._actor = ray.get_actor(self._actor_name)
-            self._wanted = self._actor.endpoint.remote()
-            if self._watch is None or self._is_dead:  # it keeps a thread of the actor: one at a time
-                self._watch = self._actor.watch.remote()
+            self._ask()
         except (ValueError, RayError) as error:
             raise OSError(f"its Ray actor is not there: {_reason(error)}") from None
-        self._channel, self._is_dead = None, False
         self._begin()
+
+    def _ask(self) -> None:
+        self._alive = self._actor.where.remote()
+        self._asked_at = time.monotonic()
 
     def _read(self, timeout: float) -> Iterator[Any]:
         if self._channel is None:
             try:
-                if not ray.wait([self._wanted], timeout=timeout)[0]:
+                if not self._lives(timeout) or not ray.wait([self._wanted], timeout=timeout)[0]:
                     return
                 keys, self._address = ray.get(self._wanted)
             except RayError as error:
@@ -155,6 +161,23 @@ class RayDraft(RemoteDraft):
             self._connect(self._address, keys)
         yield from super()._read(timeout)
 
+    def _lives(self, timeout: float) -> bool:
+        """Whether the actor answers; then it is asked for its endpoint, else, after a while, again."""
+        if self._wanted is not None:
+            return True
+        if not ray.wait([self._alive], timeout=timeout)[0]:
+            return False
+        try:
+            ray.get(self._alive)
+        except RayActorError:
+            if time.monotonic() - self._asked_at > _LOOK_EVERY:
+                self._ask()
+            return False
+        self._wanted = self._actor.endpoint.remote()
+        if self._watch is None:  # it keeps a thread of the actor: one at a time
+            self._watch = self._actor.watch.remote()
+        return True
+
     def _death(self) -> str | None:
         if (reason := self._actors_death()) is not None:
             return reason
@@ -162,7 +185,7 @@ class RayDraft(RemoteDraft):
 
     def _actors_death(self) -> str | None:
         now = time.monotonic()
-        if now - self._looked_at < _LOOK_EVERY:
+        if self._watch is None or now - self._looked_at < _LOOK_EVERY:
             return None
         self._looked_at = now
         try:

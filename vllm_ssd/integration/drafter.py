@@ -50,7 +50,7 @@ class SaguaroDrafter:
         leftovers = [] if self._exporter is None else self._exporter.leftovers
         self._draft = make_draft(self._config, real_vocab_size, vllm_config, leftovers)
         self._draft.start()  # loads while the target does
-        self._proposer = Proposer(self._config, self._draft)
+        self._proposer = Proposer(self._config, self._draft, real_vocab_size)
         if self._exporter is not None:
             self._exporter.start(self)
         self._ngrams = NgramProposer(vllm_config)
