@@ -33,6 +33,7 @@ class RayCluster:
         return {
             "PYTHONPATH": os.pathsep.join(paths),
             "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_AUTH_MODE": "disabled",  # by a token that `ray start` left behind half of a job goes, half does not
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",

@@ -17,6 +17,7 @@ import zmq
 from vllm_ssd.addresses import check_address, drafts_keys, load_key, make_keys
 from vllm_ssd.config import SaguaroConfig
 from vllm_ssd.draft import link, shared_server
+from vllm_ssd.draft import remote as remote_module
 from vllm_ssd.draft.hub import Hub
 from vllm_ssd.draft.identity import Identity, identify
 from vllm_ssd.draft.link import State
@@ -511,6 +512,27 @@ def test_a_draft_without_keys_is_not_asked_with_keys(tmp_path: Path) -> None:
         draft.start()
         with pytest.raises(RuntimeError, match=f"its keys are others .*here they are those of {tmp_path}/keys"):
             draft.wait_until_ready(PATIENCE)
+    finally:
+        server.close()
+
+
+def test_a_port_that_something_else_held_for_a_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ZeroMQ gives a connection up for good after a greeting that it cannot read, and the target waits for ever."""
+    monkeypatch.setattr(remote_module, "_CONNECT_EVERY", 0.5)
+    make_keys(tmp_path / "keys")
+    port = free_port()
+    draft = remote(f"tcp://127.0.0.1:{port}", draft_keys=str(tmp_path / "keys"))
+    with socket.create_server(("127.0.0.1", port)) as other:
+        draft.start()
+        connection, _ = other.accept()
+        with connection:
+            connection.sendall(b"\0garbage that is no greeting of ZeroMQ " * 10)
+            assert connection.recv(1)
+        time.sleep(0.2)  # ZeroMQ reads it
+    server = Server(f"tcp://127.0.0.1:{port}", tmp_path / "keys")
+    try:
+        wait_for(lambda: is_up(draft))
+        draft.close()
     finally:
         server.close()
 

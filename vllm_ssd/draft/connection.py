@@ -31,6 +31,8 @@ class Connection(Channel):
 
     def __init__(self, address: str, keys: Keys | None = None, cores: Sequence[int] = ()) -> None:
         """`cores`: where ZeroMQ's own thread runs. `keys`: of a target."""
+        self.stands = False
+        """Whether the two ends are connected, and understand each other."""
         self.is_lost = False
         """It stood, and does not any more."""
         self.is_refused = False
@@ -55,14 +57,14 @@ class Connection(Channel):
 
     def _watch(self, monitor: zmq.Socket) -> None:
         while (event := recv_monitor_message(monitor)["event"]) != zmq.EVENT_MONITOR_STOPPED:
-            if event == zmq.EVENT_DISCONNECTED:
-                self.is_lost = True
-            elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self.is_lost, self._hung_up = False, 0
+            stood, self.stands = self.stands, event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            self.is_lost = not self.stands and (stood or self.is_lost)
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._hung_up = 0
             elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
                 self._hung_up += 1
                 self.is_refused = self.is_refused or self._hung_up >= _HUNG_UP
-            else:
+            elif event != zmq.EVENT_DISCONNECTED:
                 self.is_refused = True
         monitor.close()
 

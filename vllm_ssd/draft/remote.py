@@ -20,6 +20,7 @@ from vllm_ssd.transport import Channel
 
 logger = logging.getLogger("vllm.saguaro")
 
+_CONNECT_EVERY = 5.0  # seconds: ZeroMQ does not come back to a port at which something else answered
 _GREET_EVERY = 2.0  # seconds, until there is an answer: a draft that restarts loses what it had not read
 
 
@@ -37,7 +38,8 @@ class RemoteDraft(DraftLink):
         """`vocab_size`: token ids from here on are padding. `cores`: where ZeroMQ's own thread runs."""
         super().__init__(config)
         self._cores = cores
-        self._greeted_at = 0.0
+        self._greeted_at = self._connected_at = 0.0
+        self._where: tuple[str, Keys | None] = ("", None)
         fan_out = config.fan_out
         self._hello = encode(
             Hello(
@@ -72,7 +74,9 @@ class RemoteDraft(DraftLink):
         self._last_heard = time.monotonic()
 
     def _connect(self, address: str, keys: Keys | None) -> None:
+        self._where = address, keys
         self._channel = Connection(address, keys, self._cores)
+        self._connected_at = time.monotonic()
         self._finalizer = weakref.finalize(self, _close, os.getpid(), self._channel)
         self._greet()
 
@@ -81,7 +85,11 @@ class RemoteDraft(DraftLink):
         self._greeted_at = time.monotonic()
 
     def _read(self, timeout: float):
-        if self.state is State.STARTING and time.monotonic() - self._greeted_at > _GREET_EVERY:
+        now = time.monotonic()
+        if self.state is State.STARTING and not self._channel.stands and now - self._connected_at > _CONNECT_EVERY:
+            self._finalizer()
+            self._connect(*self._where)
+        elif self.state is State.STARTING and now - self._greeted_at > _GREET_EVERY:
             self._greet()
         yield from super()._read(timeout)
 

@@ -157,7 +157,7 @@ def _wait_for_the_users(group: Any, seconds: float) -> None:
             "placement group; set RAY_ADDRESS for the engine, in an actor by its "
             "runtime_env={'env_vars': {'RAY_ADDRESS': ...}}."
         )
-    if not ray.wait([group.ready()], timeout=seconds)[0]:
+    if not group.wait(seconds):
         raise RuntimeError(
             f"saguaro on Ray: the placement group was not reserved within {seconds:.0f} s (draft_start_timeout): "
             f"{group.bundle_specs}; see `ray status`."
