@@ -5,7 +5,7 @@ idle GPU, in proportion on a busy device. The depth d that maximises E(d) / T(nÂ
 taken, with E the expected tokens of a row, T the measured time of a verify and n the rows.
 """
 
-from vllm_ssd.statistics import Acceptance, LinearTime
+from vllm_ssd.statistics import DriftingTime, MixedAcceptance
 
 _PROBE_EVERY = 64  # rounds between looks at whether drafting pays again
 _PROBE_ROUNDS = 4  # that a look takes: the draft has no tree at its first round
@@ -19,9 +19,8 @@ class DepthControl:
     def __init__(self, most: int) -> None:
         """`most`: K, the option num_speculative_tokens."""
         self._most = most
-        self._acceptance = {False: Acceptance(most), True: Acceptance(most)}  # greedy rows, sampled rows
-        self._sampled_share = 0.0  # of the rows in the batch
-        self._verify_time = LinearTime()  # by tokens in the batch
+        self._acceptance = MixedAcceptance(most)
+        self._verify_time = DriftingTime()  # by tokens in the batch
         self._round = 0
         self.depth = most
         """What was chosen last."""
@@ -32,13 +31,16 @@ class DepthControl:
 
     def observe_outcome(self, num_drafts: int, num_accepted: int, samples: bool = False) -> None:
         """Of `num_drafts` drafts of a row, the first `num_accepted` were accepted."""
-        self._acceptance[samples].observe(num_drafts, num_accepted)
+        self._acceptance.observe(num_drafts, num_accepted, samples)
 
     def expected_tokens(self, num_drafts: int) -> float:
         """E of a row with so many drafts, in the latest batch's mixture of greedy and sampled rows."""
-        share = self._sampled_share
-        expected = share and share * self._acceptance[True].expected_tokens(num_drafts)
-        return expected + (share < 1.0 and (1.0 - share) * self._acceptance[False].expected_tokens(num_drafts))
+        return self._acceptance.expected_tokens(num_drafts)
+
+    @property
+    def sampled_share(self) -> float:
+        """Of the rows in the latest batch."""
+        return self._acceptance.sampled_share
 
     def verify_seconds(self, rows: int, depth: int) -> float:
         """T of a batch of `rows` rows with `depth` drafts each; 0 while unknown."""
@@ -48,10 +50,14 @@ class DepthControl:
         """T of a batch of `num_tokens` tokens; 0 while unknown."""
         return self._verify_time.seconds(num_tokens)
 
+    def seconds_per_token(self) -> float:
+        """What a token more in the batch adds to T; 0 while unknown."""
+        return self._verify_time.slope()
+
     def choose(self, rows: int, sampled: int = 0) -> int:
         """The depth for a batch of `rows` rows, `sampled` of which sample."""
         self._round += 1
-        self._sampled_share = sampled / rows if rows else 0.0
+        self._acceptance.sampled_share = sampled / rows if rows else 0.0
         self.depth = self._best(rows)
         if self.depth == 0 and self._round % _PROBE_EVERY >= _PROBE_EVERY - _PROBE_ROUNDS:
             self.depth = 1

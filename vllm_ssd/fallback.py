@@ -8,18 +8,22 @@ N(m) / T(m) of this round alone is wrong: a round after a miss is a poor one, an
 
 The choice also decides how the next round begins. Where no drafts are verified, the verification can
 end in one place only, and the tree bets on that with all its branches: the round after is a hit more
-often than after a wait. A hit is worth what it emits more than a miss.
+often than after a wait. And while some rows wait, the draft works for them instead of for the trees of
+the others, which then hit less. Both are measured: how often rows that missed, and rows that hit, hit
+in the round after a wait, and after none. A hit is worth what it emits more than a miss, less the time
+that verifying it takes.
 """
 
 from collections.abc import Sequence
 
 from vllm_ssd.config import SaguaroConfig
 from vllm_ssd.depth import DepthControl
-from vllm_ssd.statistics import LinearTime
+from vllm_ssd.statistics import LinearTime, MixedAcceptance
 
 _PROBE_EVERY = 32  # decisions between trials of waiting, to notice when it pays again
 _UNKNOWN_PATIENCE = 1.0  # seconds to wait while nothing was measured
 _PATIENCE = 4.0  # times the expected wait
+_FORGET_WAIT = 0.8  # weight of the past at each wait: they are rare, and the first of an engine are slow
 _FORGET_ROUND = 0.95  # weight of the past at each round: the batch changes
 _LONGEST_ROUND = 2.0  # seconds; longer ones were pauses
 
@@ -31,23 +35,29 @@ class FallbackRule:
         self._setting = config.fallback
         self._threshold = config.fallback_batch_threshold
         self._depth = depth
-        self._wait_time = LinearTime()  # by number of drafts waited for
+        self._wait_time = LinearTime(_FORGET_WAIT)  # by number of drafts waited for
         self._emitted = self._seconds = 0.0  # of the whole batch, over the recent rounds
+        self._acceptance = MixedAcceptance(config.num_speculative_tokens)  # of drafts that were waited for
         self._ngram_tokens = 1.0  # tokens a row emits after n-grams were looked up
-        self._next_hit = {True: 0.5, False: 0.5}  # chance of a hit in the round after a wait, after none
+        # Chance of a hit in the next round of a row that missed or not, by whether the batch waited.
+        self._next_hit = {(missed, waited): 0.5 for missed in (True, False) for waited in (True, False)}
         self._decisions = 0
 
     def observe_wait(self, num_drafts: int, seconds: float) -> None:
         """Waiting for `num_drafts` drafts took `seconds`."""
         self._wait_time.observe(num_drafts, seconds)
 
+    def observe_waited(self, num_drafts: int, num_accepted: int, samples: bool) -> None:
+        """Of drafts that a row waited for, so many were accepted: fewer than of others, after a miss."""
+        self._acceptance.observe(num_drafts, num_accepted, samples)
+
     def observe_ngrams(self, num_emitted: int) -> None:
         """A row that took n-grams, or found none, emitted so many tokens."""
         self._ngram_tokens += 0.05 * (num_emitted - self._ngram_tokens)
 
-    def observe_next(self, waited: bool, hit: float) -> None:
-        """In the round after a miss, which waited or did not, this part of the row's drafts was there."""
-        self._next_hit[waited] += 0.05 * (hit - self._next_hit[waited])
+    def observe_next(self, missed: bool, waited: bool, hit: float) -> None:
+        """A row missed or not, its batch waited or not; in the next round this part of its drafts was there."""
+        self._next_hit[missed, waited] += 0.05 * (hit - self._next_hit[missed, waited])
 
     def observe_round(self, num_emitted: int, seconds: float) -> None:
         """A round of the whole batch emitted so many tokens, from one selection of drafts to the next."""
@@ -72,14 +82,24 @@ class FallbackRule:
             return depth
         if self._threshold is not None:
             return depth if len(hits) + misses <= self._threshold else 0
+        self._acceptance.sampled_share = self._depth.sampled_share
         self._decisions += 1
         if not self._wait_time.known or self._decisions % _PROBE_EVERY == 0:
             return depth
-        worth_of_hit = max(self._depth.expected_tokens(depth) - self._ngram_tokens, 0.0)
         return max(
             range(depth, -1, -1),
-            key=lambda m: self._gain(hits, misses, m) + misses * self._next_hit[m > 0] * worth_of_hit,
+            key=lambda m: self._gain(hits, misses, m) + self._hits_after(hits, misses, m) * self._worth_of_hit(depth),
         )
+
+    def _hits_after(self, hits: Sequence[int], misses: int, wanted: int) -> float:
+        """Expected rows that hit in the next round."""
+        return sum(rows * self._next_hit[missed, wanted > 0] for rows, missed in ((misses, True), (len(hits), False)))
+
+    def _worth_of_hit(self, depth: int) -> float:
+        """Tokens that a row emits more if it hits, less what the time would bring."""
+        seconds = depth * self._depth.seconds_per_token()
+        lost = self._emitted / self._seconds * seconds if self._seconds else 0.0
+        return max(self._depth.expected_tokens(depth) - self._ngram_tokens - lost, 0.0)
 
     def _gain(self, hits: Sequence[int], misses: int, wanted: int) -> float:
         """Expected tokens of the batch if the misses wait for `wanted` drafts, less what the time would bring."""
@@ -87,7 +107,7 @@ class FallbackRule:
         if wanted == 0:
             load, tokens, waited = 1.0, self._ngram_tokens, 0.0
         else:
-            load, tokens = 1.0 + wanted, self._depth.expected_tokens(wanted)
+            load, tokens = 1.0 + wanted, self._acceptance.expected_tokens(wanted)
             waited = self._wait_time.seconds(wanted)
         num_tokens = sum(hits) + len(hits) + misses * load
         verify = self._depth.verify_seconds_of(num_tokens)

@@ -106,6 +106,7 @@ class Proposer:
         self._depth = DepthControl(config.num_speculative_tokens)
         self._fallback = FallbackRule(config, self._depth)
         self._selected_at = 0.0
+        self._waited = False  # for the draft, in the last round
         self.totals = Totals(hits_per_part=[0] * config.num_draft_devices if self._has_parts else [])
         self.report: Report | None = None
         """What the draft said last of its measurements and decisions; of several, the one that spoke last."""
@@ -157,6 +158,7 @@ class Proposer:
         turn = _Turn(rows, limits, proposals, missed)
         if missed:
             self._fall_back(turn, ngrams)
+        self._waited = bool(turn.waiting)
         self._send(self._outcomes(turn))
         selected = time.perf_counter()
         self.totals.select_seconds += selected - began
@@ -182,7 +184,10 @@ class Proposer:
         if request.source == "ngram":
             self._fallback.observe_ngrams(len(row.emitted))
         else:
-            self._depth.observe_outcome(row.num_verified, accepted, request.sampling.temperature > 0)
+            samples = request.sampling.temperature > 0
+            self._depth.observe_outcome(row.num_verified, accepted, samples)
+            if request.source == "draft":
+                self._fallback.observe_waited(row.num_verified, accepted, samples)
         if request.tree.length + len(row.emitted) != row.length:
             # Steps went by that we did not see: begin anew from the token history.
             request.tree = SpeculationTree(row.length)
@@ -191,8 +196,9 @@ class Proposer:
         stayed = request.tree.commit(row.emitted)
         proposal = _proposal(request, limit)
         proposal.late = stayed and len(proposal.token_ids) < limit
-        if limit > 0 and request.source in ("draft", "ngram"):
-            self._fallback.observe_next(request.source == "draft", len(proposal.token_ids) / limit)
+        if limit > 0:
+            missed = request.source in ("draft", "ngram")
+            self._fallback.observe_next(missed, self._waited, len(proposal.token_ids) / limit)
         return proposal
 
     def _fall_back(self, turn: _Turn, ngrams: NgramProposer) -> None:

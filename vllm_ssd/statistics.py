@@ -4,6 +4,8 @@ Plain arithmetic on floats; costs microseconds a round. Knows nothing about vLLM
 """
 
 _FORGET = 0.98  # weight of the past at each step that is timed
+_FORGET_SHAPE = 0.998  # how the time grows with the load hardly changes
+_FORGET_LEVEL = 0.95  # how fast the device is, may
 _FORGET_ROW = 0.995  # the same at each row that is verified
 _STALL = 0.5  # a ratio that is farther from the mean tells of a stall
 
@@ -86,6 +88,47 @@ class Deviation:
         return self._variance**0.5
 
 
+class DriftingTime:
+    """Seconds of a load on a device whose speed varies: their ratios to each other hardly change, their level does.
+
+    A slope measured over the recent past alone is as much that of the device's speed, which changes
+    together with the load by chance.
+    """
+
+    def __init__(self) -> None:
+        self._shape = LinearTime(_FORGET_SHAPE)
+        self._level = Deviation(forget=_FORGET_LEVEL)  # measured to expected
+
+    def observe(self, load: float, seconds: float) -> None:
+        """Add a measurement."""
+        if self._shape.known:
+            self._level.observe(seconds / self._shape.seconds(load))
+        self._shape.observe(load, seconds)
+
+    @property
+    def known(self) -> bool:
+        """Whether there is anything to estimate from."""
+        return self._shape.known
+
+    @property
+    def spread(self) -> float:
+        """As of `LinearTime`."""
+        return self._shape.spread
+
+    @property
+    def deviation(self) -> float:
+        """Standard deviation of the measured times, over those that are expected."""
+        return self._level.deviation
+
+    def slope(self) -> float:
+        """Seconds per unit of load, now; 0 while all loads were alike."""
+        return self._level.mean * self._shape.slope()
+
+    def seconds(self, load: float) -> float:
+        """Estimated seconds at this load (above 0), now; 0 while nothing was observed."""
+        return self._level.mean * self._shape.seconds(load)
+
+
 class Acceptance:
     """A_i: the probability that the first i drafts of a row are all accepted."""
 
@@ -111,6 +154,25 @@ class Acceptance:
             chance *= self._accepted[i] / self._weight[i]
             expected += chance
         return expected
+
+
+class MixedAcceptance:
+    """Acceptance of greedy and of sampled rows, told apart, in the mixture of a batch."""
+
+    def __init__(self, num_positions: int) -> None:
+        self._by_class = {samples: Acceptance(num_positions) for samples in (False, True)}
+        self.sampled_share = 0.0
+        """Of the rows in the batch that is asked about."""
+
+    def observe(self, num_drafts: int, num_accepted: int, samples: bool) -> None:
+        """As of `Acceptance`."""
+        self._by_class[samples].observe(num_drafts, num_accepted)
+
+    def expected_tokens(self, num_drafts: int) -> float:
+        """As of `Acceptance`, on average over the batch."""
+        share = self.sampled_share
+        expected = share and share * self._by_class[True].expected_tokens(num_drafts)
+        return expected + (share < 1.0 and (1.0 - share) * self._by_class[False].expected_tokens(num_drafts))
 
 
 class OutcomeCounts:

@@ -3,6 +3,7 @@
 import random
 import statistics
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from vllm_ssd.config import SaguaroConfig
 from vllm_ssd.depth import DepthControl
 from vllm_ssd.fallback import FallbackRule
-from vllm_ssd.statistics import Acceptance, LinearTime, OutcomeCounts
+from vllm_ssd.statistics import Acceptance, DriftingTime, LinearTime, OutcomeCounts
 
 K = 4
 seconds = st.floats(1e-6, 10.0)
@@ -267,12 +268,65 @@ def test_what_a_wait_does_to_the_next_round_counts() -> None:
         fallback.observe_round(3, 0.030)
     assert fallback.drafts_to_wait_for([], 1, K) > 0
     for _ in range(100):
-        fallback.observe_next(waited=True, hit=0.2)
-        fallback.observe_next(waited=False, hit=1.0)
+        fallback.observe_next(missed=True, waited=True, hit=0.2)
+        fallback.observe_next(missed=True, waited=False, hit=1.0)
     assert fallback.drafts_to_wait_for([], 1, K) == 0
     for _ in range(100):
-        fallback.observe_next(waited=False, hit=0.2)
+        fallback.observe_next(missed=True, waited=False, hit=0.2)
     assert fallback.drafts_to_wait_for([], 1, K) > 0
+
+
+def test_what_a_wait_does_to_the_others_counts() -> None:
+    """It waits although the trees of all other rows then stay small."""
+    fallback = waited(rule(), 0.003)
+    for _ in range(50):
+        fallback.observe_round(9, 0.030)
+    assert fallback.drafts_to_wait_for([K] * 6, 2, K) > 0
+    for _ in range(100):
+        fallback.observe_next(missed=False, waited=True, hit=0.2)
+        fallback.observe_next(missed=False, waited=False, hit=0.8)
+    assert fallback.drafts_to_wait_for([K] * 6, 2, K) == 0
+
+
+def test_drafts_that_were_waited_for_count_for_what_they_are() -> None:
+    """After a miss fewer drafts are accepted than after a hit, and it waits for them as if they were as good."""
+    fallback = waited(rule(), 0.003)
+    for _ in range(50):
+        fallback.observe_round(3, 0.030)
+    assert fallback.drafts_to_wait_for([], 1, K) > 0
+    for _ in range(400):
+        fallback.observe_waited(K, 0, samples=False)
+    assert fallback.drafts_to_wait_for([], 1, K) == 0
+
+
+# ---- times on a device whose speed varies ----
+
+
+def test_a_slope_is_not_that_of_the_devices_speed() -> None:
+    """The device gets faster while batches get larger, and a token seems to cost nothing."""
+    drifting, recent = DriftingTime(), LinearTime()
+    noise = np.random.default_rng(0)
+    for _ in range(800):
+        load = noise.integers(8, 33)
+        measured = (0.020 + 0.001 * load) * noise.normal(1.0, 0.03)
+        drifting.observe(load, measured)
+        recent.observe(load, measured)
+    for i in range(30):
+        load, speed = 8 + i % 4 + i, 1.0 - 0.015 * i
+        drifting.observe(load, speed * (0.020 + 0.001 * load))
+        recent.observe(load, speed * (0.020 + 0.001 * load))
+    steepness = drifting.slope() / drifting.seconds(16)
+    assert steepness == pytest.approx(0.001 / 0.036, rel=0.25)
+    assert recent.slope() / recent.seconds(16) < 0.5 * steepness
+
+
+def test_a_level_follows_the_device() -> None:
+    """A device that became slower is expected to be as fast as ever."""
+    time = DriftingTime()
+    for factor in (1.0, 2.0):
+        for i in range(100):
+            time.observe(8 + i % 8, factor * (0.020 + 0.001 * (8 + i % 8)))
+    assert time.seconds(12) == pytest.approx(2.0 * 0.032, rel=0.05)
 
 
 @pytest.mark.parametrize("per_draft", (0.0001, 0.01, 1.0))

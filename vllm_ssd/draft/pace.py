@@ -8,13 +8,11 @@ import math
 import time
 
 from vllm_ssd.config import AUTO_BRANCHES
-from vllm_ssd.statistics import Deviation, LinearTime
+from vllm_ssd.statistics import Deviation, DriftingTime
 
 _DEVIATIONS = 2.0  # standard deviations of the times that a tree leaves free when it is planned
 _DEVIATIONS_UNDER_WAY = 0.5  # the same while it grows: what was planned is cut when it gets late, not before
 _LEAST_SHARE = 0.7  # on a restless machine too: narrow trees cost more than late ones
-_SLOW = 0.998  # weight of the past: how the time of a step grows with its tokens hardly changes
-_FAST = 0.95  # how fast the device is now, may
 _OVERDUE = 1.5  # times the expected verify: what only varies is not delayed
 _WIDTHS = (1, 2, 4, 6, 8, 12, 16, 24, AUTO_BRANCHES)  # few: each new shape costs a compilation on a CPU
 
@@ -25,9 +23,8 @@ class Pace:
     def __init__(self, tree_budget: int | str) -> None:
         """`tree_budget`: branches a request, or "auto"."""
         self._fixed = None if tree_budget == "auto" else int(tree_budget)
-        self._step_time = LinearTime(_SLOW)  # by number of tokens: tips of branches, or a few to glue
+        self._step_time = DriftingTime()  # by number of tokens: tips of branches, or a few to glue
         self._verify_ratio = Deviation()  # measured to expected
-        self._step_ratio = Deviation(forget=_FAST)
         self.verify_seconds = 0.0
         """What the verification under way is expected to take; 0 if that is unknown."""
         self._began = 0.0
@@ -55,8 +52,6 @@ class Pace:
 
     def observe_step(self, num_tokens: int, seconds: float) -> None:
         """A step over so many tokens took so long: the tips of all branches, or a glue."""
-        if self._step_time.known:
-            self._step_ratio.observe(seconds / self._step_time.seconds(num_tokens))
         self._step_time.observe(num_tokens, seconds)
 
     def width(self, sequences: int, depth: int) -> int:
@@ -113,7 +108,7 @@ class Pace:
         return self._share(_DEVIATIONS)
 
     def _share(self, deviations: float) -> float:
-        spread = math.hypot(self._verify_ratio.deviation, self._step_ratio.deviation)
+        spread = math.hypot(self._verify_ratio.deviation, self._step_time.deviation)
         return max(self._verify_ratio.mean - deviations * spread, _LEAST_SHARE)
 
     def _seconds_until(self, deviations: float) -> float:
@@ -126,11 +121,11 @@ class Pace:
 
     def step_seconds(self, num_tokens: int) -> float:
         """Expected time of a step over so many tokens; 0 while nothing was measured."""
-        return self._step_ratio.mean * self._step_time.seconds(num_tokens)
+        return self._step_time.seconds(num_tokens)
 
     def _branches_within(self, seconds: float) -> int:
         """The most branches of a step that takes no longer than `seconds`; 0 if even one does."""
-        first, slope = self.step_seconds(1), self._step_ratio.mean * self._step_time.slope()
+        first, slope = self.step_seconds(1), self._step_time.slope()
         if seconds < first:
             return 0
         return 1 + int((seconds - first) / slope) if slope > 0.0 else AUTO_BRANCHES
