@@ -4,7 +4,8 @@ The rule of the paper at any batch size (arXiv 2603.03251; its b* is this rule a
 for the m drafts that bring the most. Waiting costs time in which the batch would emit R tokens a
 second, so the gain of a round is N(m) − R · (T_v(m) + T_jit(m)), N being the expected tokens of the
 whole batch and R its rate in the long run; every quantity is measured while running. (To compare
-N(m) / T(m) of this round alone is wrong: a round after a miss is a poor one, and would wait too long.)
+N(m) / T(m) of this round alone is wrong: a round after a miss is a poor one, and would wait too long.
+So is an R over steps in which prompts are read: they take their time whatever is decided here.)
 
 The choice also decides how the next round begins. Where no drafts are verified, the verification can
 end in one place only, and the tree bets on that with all its branches: the round after is a hit more
@@ -60,7 +61,10 @@ class FallbackRule:
         self._next_hit[missed, waited] += 0.05 * (hit - self._next_hit[missed, waited])
 
     def observe_round(self, num_emitted: int, seconds: float) -> None:
-        """A round of the whole batch emitted so many tokens, from one selection of drafts to the next."""
+        """A round of the whole batch emitted so many tokens, from one selection of drafts to the next.
+
+        Of rounds in which no prompt was read.
+        """
         if seconds > _LONGEST_ROUND:
             return
         self._emitted = _FORGET_ROUND * self._emitted + num_emitted

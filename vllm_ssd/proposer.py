@@ -106,6 +106,7 @@ class Proposer:
         self._depth = DepthControl(config.num_speculative_tokens)
         self._fallback = FallbackRule(config, self._depth)
         self._selected_at = 0.0
+        self._only_decoded = False  # since then, no prompt was read
         self._waited = False  # for the draft, in the last round
         self.totals = Totals(hits_per_part=[0] * config.num_draft_devices if self._has_parts else [])
         self.report: Report | None = None
@@ -138,6 +139,7 @@ class Proposer:
 
     def observe_verify(self, num_tokens: int, seconds: float) -> None:
         """A decoding step of the target over `num_tokens` tokens took so long."""
+        self._only_decoded = True
         self._depth.observe_verify(num_tokens, seconds)
         self.totals.verify_seconds += seconds
 
@@ -146,9 +148,9 @@ class Proposer:
     def propose(self, rows: Sequence[Row], ngrams: NgramProposer) -> list[Proposal]:
         """Drafts for the rows that just emitted tokens, in their order."""
         began = time.perf_counter()
-        if self._selected_at:
+        if self._selected_at and self._only_decoded:
             self._fallback.observe_round(sum(len(row.emitted) for row in rows), began - self._selected_at)
-        self._selected_at = began
+        self._selected_at, self._only_decoded = began, False
         self._receive()
         depth = self._depth.choose(len(rows), sum(self._samples(row) for row in rows))
         limits = [min(row.limit, depth) for row in rows]

@@ -486,6 +486,20 @@ def test_speculation_comes_back_after_it_did_not_pay(game: Game) -> None:
     assert depths[-100:].count(0) < 50
 
 
+def test_rounds_in_which_prompts_are_read_do_not_make_waiting_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The batch seems to emit little, and time to be worth little."""
+    game, observed = Game(), []
+    monkeypatch.setattr(game.proposer._fallback, "observe_round", lambda *args: observed.append(args))
+    game.start("a")
+    game.propose(game.row("a", [5]))
+    game.propose(game.row("a", [6]))
+    assert not observed
+    game.proposer.observe_verify(1, 0.02)
+    game.propose(game.row("a", [7]))
+    game.propose(game.row("a", [8]))
+    assert [count for count, _ in observed] == [1]
+
+
 def test_finished_requests_are_freed_once(game: Game) -> None:
     """The draft keeps the KV of requests that are over."""
     game.start("a")
