@@ -152,9 +152,10 @@ class Proposer:
             self._fallback.observe_round(sum(len(row.emitted) for row in rows), began - self._selected_at)
         self._selected_at, self._only_decoded = began, False
         self._receive()
+        asked = self._depth.depth  # how deep the trees were to be
         depth = self._depth.choose(len(rows), sum(self._samples(row) for row in rows))
         limits = [min(row.limit, depth) for row in rows]
-        proposals = [self._walk(row, limit) for row, limit in zip(rows, limits)]
+        proposals = [self._walk(row, limit, asked) for row, limit in zip(rows, limits)]
         self.totals.late_rounds += any(proposal.late for proposal in proposals)
         missed = [i for i, proposal in enumerate(proposals) if not proposal.token_ids and limits[i] > 0]
         turn = _Turn(rows, limits, proposals, missed)
@@ -176,8 +177,11 @@ class Proposer:
         request = self._requests.get(row.req_id)
         return request is not None and request.sampling.temperature > 0
 
-    def _walk(self, row: Row, limit: int) -> Proposal:
-        """Go down the tree by what was emitted; what lies below is the next draft."""
+    def _walk(self, row: Row, limit: int, asked: int) -> Proposal:
+        """Go down the tree by what was emitted; what lies below is the next draft.
+
+        A tree is late if it is not as deep as it was asked to be, not if more is wanted now.
+        """
         request = self._requests.get(row.req_id)
         if request is None:
             return Proposal()
@@ -197,7 +201,7 @@ class Proposer:
             return Proposal()
         stayed = request.tree.commit(row.emitted)
         proposal = _proposal(request, limit)
-        proposal.late = stayed and len(proposal.token_ids) < limit
+        proposal.late = stayed and len(proposal.token_ids) < min(limit, asked)
         if limit > 0:
             missed = request.source in ("draft", "ngram")
             self._fallback.observe_next(missed, self._waited, len(proposal.token_ids) / limit)

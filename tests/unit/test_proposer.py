@@ -167,6 +167,16 @@ def test_a_half_built_branch_is_a_part_hit_and_late(game: Game) -> None:
     game.assert_totals(part_hits=1, hits=0, late_rounds=1)
 
 
+def test_a_tree_that_was_to_be_shallow_is_not_late(game: Game) -> None:
+    """More drafts are wanted than in the round before, and the draft seems slow."""
+    game.start("a")
+    game.proposer._depth.depth = 1  # chosen in the round before
+    game.draft.build(0, 4, [], {(0, 5): [6]})
+    [proposal] = game.propose(game.row("a", [5]))
+    assert proposal.token_ids == [6] and not proposal.late
+    game.assert_totals(part_hits=1, late_rounds=0)
+
+
 def test_a_foreseen_outcome_without_drafts_is_late_and_a_miss(game: Game) -> None:
     """A branch that did not grow in time is not counted as late."""
     game.start("a")
