@@ -198,71 +198,96 @@ class GraphEngine(DraftEngine):
 
     def _glue(self, sequences: list[Sequence]) -> Forwards:
         """The glue; if its candidates are wanted for branches only, the fork and the first step with it."""
-        if not (self._nobody_waits(sequences) and self._fork_on_device(sequences)):
+        others = [s for s in self._sequences if (s.fork_due or s.wanted or s.steps_left) and s not in sequences]
+        if not (self._nobody_waits(sequences, others) and self._fork_on_device(sequences, others)):
             yield from super()._glue(sequences)
 
-    def _nobody_waits(self, sequences: list[Sequence]) -> bool:
-        """Whether all that is due are whole trees of these sequences, over candidates that the glue brings."""
-        due = [s for s in self._sequences if s.fork_due or s.wanted or s.steps_left]
+    def _nobody_waits(self, glued: list[Sequence], others: list[Sequence]) -> bool:
+        """Whether all that is due are whole trees, over candidates that the glue brings or the host has."""
         return (
             self._forecast.by_row
-            and due == sequences
-            and all(s.fork_due and not s.wanted and not s.branches and len(s.slots) < len(s.tokens) for s in sequences)
+            and all(s.fork_due and not s.wanted and not s.branches for s in (*glued, *others))
+            and all(len(s.slots) < len(s.tokens) for s in glued)
+            and all(not s.pending and len(s.candidates) == len(s.trunk) + 1 for s in others)
         )
 
-    def _fork_on_device(self, sequences: list[Sequence]) -> bool:
+    def _fork_on_device(self, glued: list[Sequence], others: list[Sequence]) -> bool:
         """Enqueue glue, fork and steps, and take in the first; returns False if they do not fit a round."""
+        sequences = [s for s in self._sequences if s in glued or s in others]
         width, steps = self._plan(sequences)
-        pending = [sequence.pending for sequence in sequences]
-        glued = sum(map(len, pending))
-        if glued > self._round.shape.max_rows or not self._fits(sequences, width * len(sequences), steps):
+        count, known = sum(len(s.pending) for s in glued), sum(len(s.candidates) for s in others)
+        if count + known > self._round.shape.max_rows or not self._fits(sequences, width * len(sequences), steps):
             return False
-        slots = self._sequences.take_slots(glued + width * steps * len(sequences), sequences)
+        slots = self._sequences.take_slots(count + width * steps * len(sequences), sequences)
         if slots is None:
             return False
-        tails = slots[glued:].reshape(len(sequences), width, steps)
+        tails = slots[count:].reshape(len(sequences), width, steps)
         planted = _Planted([_Wave(s, i * width, tails[i]) for i, s in enumerate(sequences)], steps)
-        rows = self._enqueue_glue(planted, pending, slots[:glued])
+        with torch.inference_mode():
+            rows = {**self._enqueue_glue(glued, slots[:count]), **self._send_candidates(others)}
+            self._enqueue_fork(planted, rows)
         self._enqueue(planted, width * len(sequences))
-        steps = self._round.finished(at_least=1)
-        self._hang_chosen(planted, rows, steps[0])
-        for step in steps:
+        finished = self._round.finished(at_least=1)
+        self._keep_candidates(glued, rows)
+        self._hang_chosen(planted, finished[0])
+        for step in finished:
             self._take_in(planted, step)
         self._planted = planted
         self._end_if_full()
         return True
 
-    def _enqueue_glue(self, planted: _Planted, pending: list[list[int]], slots: np.ndarray) -> list[int]:
-        """The glue of these tokens and the fork; the row of each sequence's last committed token."""
-        groups, rows, begin = [], [], 0
-        for wave, token_ids in zip(planted.waves, pending):
-            sequence, known = wave.sequence, len(wave.sequence.slots)
+    def _enqueue_glue(self, sequences: list[Sequence], slots: np.ndarray) -> dict[int, int]:
+        """The glue; by `seq_id`, the row of each one's last committed token."""
+        groups, rows, begin = [], {}, 0
+        for sequence in sequences:
+            token_ids, known = sequence.pending, len(sequence.slots)
             mine = slots[begin : begin + len(token_ids)]
             sequence.slots.extend(mine)
             groups.append(causal_group(token_ids, known, sequence.slots.view(), mine))
-            rows.append(begin + len(sequence.tokens) - 1 - known)
+            rows[sequence.seq_id] = begin + len(sequence.tokens) - 1 - known
             begin += len(token_ids)
-        sequences = [wave.sequence for wave in planted.waves]
-        with torch.inference_mode():
-            self._round.set_trunks([sequence.slots.view() for sequence in sequences])
-            self._round.glue(host_rows(groups, self._round.shape.depth))
-            self._round.plant_most_probable(
-                [self._planting(place, wave) for place, wave in enumerate(planted.waves)],
-                rows,
-                [sequence.trunk for sequence in sequences],
-                [self._forecast.sharpness_of(sequence) for sequence in sequences],
-                self._forecast.fan_out(),
-                self._forecast.part,
-            )
+        self._round.set_trunks([sequence.slots.view() for sequence in sequences])
+        self._round.glue(host_rows(groups, self._round.shape.depth))
         return rows
 
-    def _hang_chosen(self, planted: _Planted, rows: list[int], step: Step) -> None:
-        """The first step brought what the device bet on, and the candidates it chose from."""
+    def _send_candidates(self, sequences: list[Sequence]) -> dict[int, int]:
+        """What the host knows of sequences that need no glue; rows as above."""
+        found = [candidates for sequence in sequences for candidates in sequence.candidates]
+        shape = (len(found), self._round.shape.width)
+        token_ids, values = np.full(shape, -1, dtype=np.int32), np.full(shape, -np.inf, dtype=np.float32)
+        for row, candidates in enumerate(found):
+            token_ids[row, : len(candidates.token_ids)] = candidates.token_ids
+            values[row, : len(candidates.logits)] = candidates.logits
+        row, rows = self._round.add_candidates(token_ids, values), {}
+        for sequence in sequences:
+            rows[sequence.seq_id] = row
+            row += len(sequence.candidates)
+        return rows
+
+    def _enqueue_fork(self, planted: _Planted, rows: dict[int, int]) -> None:
+        sequences = [wave.sequence for wave in planted.waves]
+        self._round.set_trunks([sequence.slots.view() for sequence in sequences])
+        self._round.plant_most_probable(
+            [self._planting(place, wave) for place, wave in enumerate(planted.waves)],
+            [rows[sequence.seq_id] for sequence in sequences],
+            [sequence.trunk for sequence in sequences],
+            [self._forecast.sharpness_of(sequence) for sequence in sequences],
+            self._forecast.fan_out(),
+            self._forecast.part,
+        )
+
+    def _keep_candidates(self, glued: list[Sequence], rows: dict[int, int]) -> None:
+        """The glue's candidates have come with the first step."""
         token_ids, values = self._round.glued()
-        for wave, row in zip(planted.waves, rows):
+        for sequence in glued:
+            row = rows[sequence.seq_id]
+            found = range(row, row + len(sequence.trunk) + 1)
+            sequence.candidates = [Candidates(token_ids[at].astype(np.int64), values[at]) for at in found]
+
+    def _hang_chosen(self, planted: _Planted, step: Step) -> None:
+        """The first step brought what the device bet on."""
+        for wave in planted.waves:
             sequence = wave.sequence
-            glued = range(row, row + len(sequence.trunk) + 1)
-            sequence.candidates = [Candidates(token_ids[at].astype(np.int64), values[at]) for at in glued]
             above = step.above[wave.rows]
             count = int((above > 0).sum())  # the best come first; there may be fewer outcomes than rows
             offsets = (above[:count] - len(sequence.tokens)).tolist()

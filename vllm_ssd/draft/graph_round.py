@@ -92,6 +92,13 @@ class GraphRound:
         self._rows.fill(rows, bucket, per_block, self._staging)
         self._runner.run(("glue", bucket, per_block), lambda: self._glue(bucket, per_block))
 
+    def add_candidates(self, token_ids: np.ndarray, values: np.ndarray) -> int:
+        """Candidates that the host has, behind those of the last glue, [n, W] int32 and float32; their first row."""
+        rows = slice(self._glued, self._glued + len(token_ids))
+        self._staging.send(token_ids, self._token_ids[rows])
+        self._staging.send(values, self._values[rows])
+        return self._glued
+
     def plant(self, plantings: Sequence[Planting], bets: Sequence[tuple[int, int]], fan_out: Sequence[int]) -> None:
         """Begin a round with branches that the host chose.
 
@@ -116,9 +123,9 @@ class GraphRound:
         fan_out: Sequence[int],
         part: Part | None = None,
     ) -> None:
-        """Begin a round with the most probable outcomes by the candidates of the last `glue`.
+        """Begin a round with the most probable outcomes by the candidates of the last `glue`, and those added.
 
-        For each planting: the row of glue after its last committed token, the drafts in flight, and by
+        For each planting: their row after its last committed token, the drafts in flight, and by
         what its logits are multiplied before they are probabilities. All plantings have as many tail
         slots. `part`: the class of outcomes to choose from, if other drafts build the rest.
         """
