@@ -61,7 +61,7 @@ def test_settings_are_read(setting: str, platform: str, num_gpus: int, device: D
         ("cuda", "cuda", 2, "cuda:1"),
         ("cuda:", "cuda", 2, "cuda:1"),
         ("cuda:-1", "cuda", 2, "cuda:1"),
-        ("cuda:2", "cuda", 2, "the last is 'cuda:1'"),
+        ("cuda:2", "cuda", 2, "the last of 2 is 'cuda:1'"),
         ("cuda:0", "cpu", 0, "built for CPUs"),
         ("gpu:1", "cuda", 2, "cuda:1"),
         ("", "cuda", 2, "auto"),
