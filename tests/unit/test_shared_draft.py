@@ -1,5 +1,6 @@
 """A shared draft at the other end of real sockets: handshake, refusals, deaths, floods, keys."""
 
+import contextlib
 import dataclasses
 import os
 import socket
@@ -525,9 +526,9 @@ def test_a_port_that_something_else_held_for_a_moment(tmp_path: Path, monkeypatc
     with socket.create_server(("127.0.0.1", port)) as other:
         draft.start()
         connection, _ = other.accept()
-        with connection:
+        with connection, contextlib.suppress(ConnectionError):  # ZeroMQ may hang up at once
             connection.sendall(b"\0garbage that is no greeting of ZeroMQ " * 10)
-            assert connection.recv(1)
+            connection.recv(1)
         time.sleep(0.2)  # ZeroMQ reads it
     server = Server(f"tcp://127.0.0.1:{port}", tmp_path / "keys")
     try:
