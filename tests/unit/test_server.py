@@ -215,6 +215,7 @@ def test_a_draft_outlives_the_thread_that_started_it() -> None:
     thread.join()
     try:
         draft.wait_until_ready(PATIENCE)
+        assert draft.state is State.UP and draft.incarnation == 1
     finally:
         draft.close()
 

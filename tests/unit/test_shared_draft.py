@@ -533,6 +533,7 @@ def test_a_port_that_something_else_held_for_a_moment(tmp_path: Path, monkeypatc
     server = Server(f"tcp://127.0.0.1:{port}", tmp_path / "keys")
     try:
         wait_for(lambda: is_up(draft))
+        assert len(tree(draft, 0, [1, 2, 3])) == 4
         draft.close()
     finally:
         server.close()
