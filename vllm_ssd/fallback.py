@@ -90,9 +90,10 @@ class FallbackRule:
         self._decisions += 1
         if not self._wait_time.known or self._decisions % _PROBE_EVERY == 0:
             return depth
+        worth_of_hit = self._worth_of_hit(depth)
         return max(
             range(depth, -1, -1),
-            key=lambda m: self._gain(hits, misses, m) + self._hits_after(hits, misses, m) * self._worth_of_hit(depth),
+            key=lambda m: self._gain(hits, misses, m) + self._hits_after(hits, misses, m) * worth_of_hit,
         )
 
     def _hits_after(self, hits: Sequence[int], misses: int, wanted: int) -> float:
