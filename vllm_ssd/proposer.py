@@ -180,7 +180,8 @@ class Proposer:
     def _walk(self, row: Row, limit: int, asked: int) -> Proposal:
         """Go down the tree by what was emitted; what lies below is the next draft.
 
-        A tree is late if it is not as deep as it was asked to be, not if more is wanted now.
+        A tree is late if a branch of it is not as deep as it was asked to be: not if more is wanted now,
+        and not if the outcome was none that it bet on, only something that an earlier tree had below a draft.
         """
         request = self._requests.get(row.req_id)
         if request is None:
@@ -199,9 +200,9 @@ class Proposer:
             request.tree = SpeculationTree(row.length)
             request.known_to = 0
             return Proposal()
-        stayed = request.tree.commit(row.emitted)
+        request.tree.commit(row.emitted)
         proposal = _proposal(request, limit)
-        proposal.late = stayed and len(proposal.token_ids) < min(limit, asked)
+        proposal.late = request.tree.foreseen and len(proposal.token_ids) < min(limit, asked)
         if limit > 0:
             missed = request.source in ("draft", "ngram")
             self._fallback.observe_next(missed, self._waited, len(proposal.token_ids) / limit)

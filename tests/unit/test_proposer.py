@@ -186,6 +186,18 @@ def test_a_foreseen_outcome_without_drafts_is_late_and_a_miss(game: Game) -> Non
     game.assert_totals(misses=1, late_rounds=1)
 
 
+def test_what_an_earlier_tree_left_below_a_draft_is_not_late(game: Game) -> None:
+    """An outcome that no branch bet on, but that an earlier branch had as a further token, seems a slow draft's."""
+    game.start("a")
+    game.draft.build(0, 4, [], {(0, 5): [6, 7, 8, 9]})  # one step more than is handed out
+    [proposal] = game.propose(game.row("a", [5]))
+    assert proposal.token_ids == [6, 7, 8]
+    game.draft.build(0, 5, [6, 7, 8], {(3, 20): [21, 22, 23]})
+    [proposal] = game.propose(game.row("a", [6, 7, 8, 9], K))
+    assert not proposal.token_ids and not proposal.late
+    game.assert_totals(misses=1, late_rounds=0)
+
+
 def test_a_branch_that_grows_after_the_outcome_counts_in_the_next_round(game: Game) -> None:
     """What crossed the outcome on the wire is lost."""
     game.start("a")

@@ -24,6 +24,8 @@ class NaiveTree:
         self.known: set[tuple[int, ...]] = {COMMITTED}
         self.first: dict[tuple[int, ...], tuple[int, int, int]] = {}  # token, law, part
         self.tips: dict[int, list[tuple[int, ...]]] = {}  # by part
+        self.bets: set[tuple[int, tuple[int, ...]]] = set()  # committed tokens, prefix
+        self.foreseen = False
 
     def hang(
         self, length: int, trunk: Sequence[int], offsets: Sequence[int], token_ids: Sequence[int], part: int
@@ -33,6 +35,7 @@ class NaiveTree:
         tips = [base + tuple(trunk[:offset]) + (t,) for offset, t in zip(offsets, token_ids, strict=True)]
         self.tips[part] = tips if token_ids else [base + tuple(trunk)]
         self.known.update(self.tips[part])
+        self.bets.update((length, tip) for tip in tips)
 
     def grow(self, token_ids: Sequence[int], laws: Sequence[int], part: int) -> None:
         tips = self.tips.get(part, [])
@@ -45,6 +48,7 @@ class NaiveTree:
         path = tuple(self.history)
         stayed = all(path + tuple(emitted[: i + 1]) in self.known for i in range(len(emitted)))
         self._know(path, emitted)
+        self.foreseen = (len(path), path + tuple(emitted)) in self.bets
         self.history.extend(emitted)
         return stayed
 
@@ -88,6 +92,7 @@ def test_any_order_of_events_agrees_with_the_naive_tree(parts: int, data: st.Dat
         if event == "commit":
             emitted = data.draw(st.lists(token, min_size=1, max_size=4))
             assert tree.commit(emitted) == naive.commit(emitted)
+            assert tree.foreseen == naive.foreseen
             lengths = [*lengths, tree.length][-8:]
         elif event == "grow":
             width = len(naive.tips.get(part, []))
