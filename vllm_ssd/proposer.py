@@ -180,8 +180,8 @@ class Proposer:
     def _walk(self, row: Row, limit: int, asked: int) -> Proposal:
         """Go down the tree by what was emitted; what lies below is the next draft.
 
-        A tree is late if a branch of it is not as deep as it was asked to be: not if more is wanted now,
-        and not if the outcome was none that it bet on, only something that an earlier tree had below a draft.
+        A tree is late if the branch that was hit is not as deep as it was asked to be: not if more is wanted
+        now, and not if no branch of its own was hit, only what an earlier tree had left below a draft.
         """
         request = self._requests.get(row.req_id)
         if request is None:

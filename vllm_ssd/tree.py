@@ -80,10 +80,13 @@ class SpeculationTree:
         self._root = Node(-1)
         self._starts = deque([(length, self._root)], maxlen=_REMEMBERED_ROUNDS)
         self._tips: dict[int, list[Node]] = {}  # part -> ends of its latest branches
-        self._bets: set[Node] = set()  # where the branches of the latest round begin
+        self._bets: dict[int, list[Node]] = {}  # part -> where its first branches of the latest round begin
         self._bets_below = 0  # so many committed tokens
         self.foreseen = False
-        """Whether the last outcome was one that the branches of its round bet on."""
+        """Whether the last outcome was one that the first branches of its round bet on.
+
+        More are begun while a verification is overdue: they grow as long as it lasts, and are never late.
+        """
 
     def commit(self, emitted: Sequence[int]) -> bool:
         """Walk down by the tokens that a verification emitted; True if the walk stayed in the tree."""
@@ -91,7 +94,8 @@ class SpeculationTree:
         for token_id in emitted:
             stayed = stayed and self._root.find(token_id) is not None
             self._root = self._root.child(token_id)
-        self.foreseen = self._bets_below == self.length and self._root in self._bets
+        bets = self._bets.values() if self._bets_below == self.length else ()
+        self.foreseen = any(node is self._root for nodes in bets for node in nodes)
         self.length += len(emitted)
         self._starts.append((self.length, self._root))
         return stayed
@@ -121,16 +125,16 @@ class SpeculationTree:
             path.append(path[-1].child(token_id))
         if token_ids:
             tips = [path[offset].child(token_id) for offset, token_id in zip(offsets, token_ids, strict=True)]
-            self._bet(length, tips)
+            self._bet(length, tips, part)
         else:
             tips = [path[-1]]
         self._tips[part] = tips
 
-    def _bet(self, length: int, nodes: list[Node]) -> None:
+    def _bet(self, length: int, nodes: list[Node], part: int) -> None:
         if length > self._bets_below:
-            self._bets_below, self._bets = length, set()
+            self._bets_below, self._bets = length, {}
         if length == self._bets_below:
-            self._bets.update(nodes)
+            self._bets.setdefault(part, nodes)
 
     def grow(self, token_ids: Sequence[int], law: tuple[np.ndarray, np.ndarray] | None, part: int = 0) -> None:
         """Append one token to each of the part's branches. `law`: [num_branches, m] token ids and probabilities."""

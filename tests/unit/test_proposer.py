@@ -198,6 +198,16 @@ def test_what_an_earlier_tree_left_below_a_draft_is_not_late(game: Game) -> None
     game.assert_totals(misses=1, late_rounds=0)
 
 
+def test_a_second_wave_that_the_outcome_interrupts_is_not_late(game: Game) -> None:
+    """What is built while a verification is overdue, and could not have been planned, seems a slow draft's."""
+    game.start("a")
+    game.draft.build(0, 4, [], {(0, 5): [6, 7, 8]})
+    game.draft.build(0, 4, [], {(0, 15): [16]})
+    [proposal] = game.propose(game.row("a", [15]))
+    assert proposal.token_ids == [16] and not proposal.late
+    game.assert_totals(part_hits=1, late_rounds=0)
+
+
 def test_a_branch_that_grows_after_the_outcome_counts_in_the_next_round(game: Game) -> None:
     """What crossed the outcome on the wire is lost."""
     game.start("a")

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import gc
 import os
 import socket
 import stat
@@ -17,6 +18,7 @@ import zmq
 
 from vllm_ssd.addresses import check_address, drafts_keys, load_key, make_keys
 from vllm_ssd.config import SaguaroConfig
+from vllm_ssd.devices import DraftDevice
 from vllm_ssd.draft import link, shared_server
 from vllm_ssd.draft import remote as remote_module
 from vllm_ssd.draft.hub import Hub
@@ -602,3 +604,14 @@ def test_wrong_options_of_the_command(options: str) -> None:
     run = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert run.returncode == 2 and WRONG_COMMANDS[options] in run.stderr
     assert len(run.stderr.strip().splitlines()) == 1
+
+
+def test_what_is_loaded_is_no_work_for_the_garbage_collector(address: str) -> None:
+    """A full collection, of all that torch and transformers made, comes while requests run: 0.2 s without a tree."""
+    hub = Hub(address, None)
+    try:
+        shared_server.load(config(model=str(MODELS / "draft"), draft_dtype="float32"), DraftDevice("cpu"), hub, 1)
+        assert gc.get_freeze_count() > 10_000
+    finally:
+        gc.unfreeze()
+        hub.close()

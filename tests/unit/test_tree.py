@@ -24,7 +24,7 @@ class NaiveTree:
         self.known: set[tuple[int, ...]] = {COMMITTED}
         self.first: dict[tuple[int, ...], tuple[int, int, int]] = {}  # token, law, part
         self.tips: dict[int, list[tuple[int, ...]]] = {}  # by part
-        self.bets: set[tuple[int, tuple[int, ...]]] = set()  # committed tokens, prefix
+        self.bets: dict[tuple[int, int], list[tuple[int, ...]]] = {}  # by committed tokens and part
         self.foreseen = False
 
     def hang(
@@ -35,7 +35,8 @@ class NaiveTree:
         tips = [base + tuple(trunk[:offset]) + (t,) for offset, t in zip(offsets, token_ids, strict=True)]
         self.tips[part] = tips if token_ids else [base + tuple(trunk)]
         self.known.update(self.tips[part])
-        self.bets.update((length, tip) for tip in tips)
+        if tips:
+            self.bets.setdefault((length, part), list(tips))
 
     def grow(self, token_ids: Sequence[int], laws: Sequence[int], part: int) -> None:
         tips = self.tips.get(part, [])
@@ -48,7 +49,8 @@ class NaiveTree:
         path = tuple(self.history)
         stayed = all(path + tuple(emitted[: i + 1]) in self.known for i in range(len(emitted)))
         self._know(path, emitted)
-        self.foreseen = (len(path), path + tuple(emitted)) in self.bets
+        bets = [tips for (length, _), tips in self.bets.items() if length == len(path)]
+        self.foreseen = any(path + tuple(emitted) in tips for tips in bets)
         self.history.extend(emitted)
         return stayed
 

@@ -20,6 +20,7 @@ from collections import deque
 import msgspec
 
 from vllm_ssd.config import SaguaroConfig
+from vllm_ssd.draft import heap
 from vllm_ssd.messages import PROTOCOL_VERSION, Failed, Idle, Ready, Round, decode_to_draft, encode
 from vllm_ssd.transport import Channel
 
@@ -120,6 +121,7 @@ def _load(settings: ServerSettings, channel: Channel):
     part = Part(settings.part, settings.num_parts)
     engine = make_engine(model, config, num_slots, part, settings.max_num_seqs, settings.max_model_len)
     dtype = str(model.dtype).removeprefix("torch.")
+    heap.freeze()
     channel.send(encode(Ready(PROTOCOL_VERSION, num_slots, model.max_length, settings.device, dtype)))
     return engine
 

@@ -15,6 +15,7 @@ import msgspec
 
 from vllm_ssd.config import SaguaroConfig
 from vllm_ssd.devices import DraftDevice
+from vllm_ssd.draft import heap
 from vllm_ssd.draft.hub import Hub, PeerGone
 from vllm_ssd.draft.identity import Identity, identify
 from vllm_ssd.draft.rare_log import RareLog
@@ -265,4 +266,5 @@ def load(
     dtype = str(model.dtype).removeprefix("torch.")
     served = Served(identity, model.vocab_size, model.max_length, device.name, dtype, max_targets)
     logger.info("draft %s listens at %s (%s, %s, %d KV slots)", config.model, hub.address, device, dtype, num_slots)
+    heap.freeze()
     return SharedServer(hub, SharedEngine(model, num_slots), config, served)
