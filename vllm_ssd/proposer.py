@@ -100,7 +100,7 @@ class Proposer:
         self._by_seq_id: dict[int, _Request] = {}
         self._next_seq_id = 0
         self._round_id = 0
-        self._num_rows = 1
+        self._num_tokens = 1  # that the next verification is over
         self._finished: list[int] = []
         self._starts: list[Start] = []
         self._depth = DepthControl(config.num_speculative_tokens)
@@ -162,6 +162,7 @@ class Proposer:
         if missed:
             self._fall_back(turn, ngrams)
         self._waited = bool(turn.waiting)
+        self._num_tokens = len(rows) + sum(turn.waiting.get(i, len(p.token_ids)) for i, p in enumerate(proposals))
         self._send(self._outcomes(turn))
         selected = time.perf_counter()
         self.totals.select_seconds += selected - began
@@ -343,15 +344,13 @@ class Proposer:
         if not outcomes and not self._starts and not self._finished:
             return
         self._round_id += 1
-        self._num_rows = len(outcomes) or self._num_rows
         self._draft.send(self._round(self._starts, outcomes, self._finished))
         self._starts, self._finished = [], []
 
     def _round(self, starts: list[Start], outcomes: list[Outcome], finished: list[int]) -> Round:
-        depth = self._depth.depth
-        verify_seconds = self._depth.verify_seconds(self._num_rows, depth)
+        verify_seconds = self._depth.verify_seconds_of(self._num_tokens)
         sent_at = time.perf_counter()
-        return Round(self._round_id, starts, outcomes, finished, depth, verify_seconds, sent_at=sent_at)
+        return Round(self._round_id, starts, outcomes, finished, self._depth.depth, verify_seconds, sent_at=sent_at)
 
     # ---- figures ----
 

@@ -562,6 +562,22 @@ def test_rounds_are_numbered_and_say_what_is_expected(game: Game) -> None:
     assert game.proposer.stats()["verify_seconds"] == pytest.approx(19 * 0.02)
 
 
+def test_the_expected_verification_is_that_of_the_drafts_handed_out(game: Game) -> None:
+    """After a miss the draft plans a tree for a long verification, and a short one comes: it is late."""
+    for _ in range(20):
+        for tokens in (1, 2, 4, 8, 16):
+            game.proposer.observe_verify(tokens, 0.01 + 0.001 * tokens)
+    game.start("a")
+    game.start("b")
+    game.draft.build(0, 4, [], {(0, 5): [6, 7, 8]})
+    game.ngrams = {1: [4]}
+    game.propose(game.row("a", [5]), game.row("b", [5]))
+    assert game.draft.rounds[-1].verify_seconds == pytest.approx(0.01 + 0.001 * (4 + 2), rel=0.02)
+    game.ngrams = {}
+    game.propose(game.row("a", [9]), game.row("b", [9]))
+    assert game.draft.rounds[-1].verify_seconds == pytest.approx(0.01 + 0.001 * 2, rel=0.02)
+
+
 def test_totals_add_up_over_a_mixed_course() -> None:
     """Some kind of round is counted twice or not at all."""
     generator = np.random.default_rng(0)
