@@ -40,7 +40,7 @@ def fork(
 
     `logits`: [R, padded vocabulary] float16, bfloat16 or float32, its last dimension dense; ids from
     `vocab_size` (default: all are real) on are padding. `excluded`: [R] int32, a token id or -1.
-    `counts`: [R] int32, at most `width`. NaN logits count as -inf.
+    `counts`: [R] int32, at most `width` (more counts as `width`: they stay on the device). NaN logits count as -inf.
 
     Returns logits [R, width] float32 and token ids [R, width] int32; -inf and -1 beyond the count,
     and where the vocabulary ends. Raises `ValueError` for other shapes, dtypes, strides or devices.

@@ -76,8 +76,8 @@ def kv_write(
 ) -> None:
     """Rotate the queries in `qkv` in place; write rotated keys and the values to `pool`.
 
-    `qkv`: [T, H + 2 * G, E], dense in its last two dimensions. `positions`, `slots`: [T] int32; a
-    token with a negative slot is left out. `table`: [max_positions, 2, E], cosines, and sines with
+    `qkv`: [T, H + 2 * G, E], E even and at most 256, dense in its last two dimensions. `positions`, `slots`: [T]
+    int32; a token with a negative slot is left out. `table`: [max_positions, 2, E], cosines, and sines with
     their first half negated. `pool`: [2 * G, num_slots, E], of the dtype of `qkv`. `norm`: [H + G, E]
     weights of the RMS norm of query and key heads, with `eps`; None: the model has none.
 

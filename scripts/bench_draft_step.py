@@ -45,7 +45,7 @@ _DEPTH = 8
 
 def main() -> int:
     args = parse_args()
-    device = torch.device(args.device)
+    device = args.device
     if device.type == "cuda" and not torch.cuda.is_available():
         raise SystemExit("bench_draft_step.py: no CUDA device was found; --device cpu --drafts tiny tries the script.")
     bandwidth = measured_bandwidth(device)
@@ -75,7 +75,7 @@ def main() -> int:
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda", help="cuda (default), cuda:1 or cpu")
+    parser.add_argument("--device", type=_device, default="cuda", help="cuda (default), cuda:1 or cpu")
     parser.add_argument("--drafts", nargs="+", choices=DRAFTS, default=["0.5b", "1b"])
     parser.add_argument("--branches", nargs="+", type=int, default=[1, 8, 24, 96, 256])
     parser.add_argument("--context", type=int, default=1024, help="tokens of the sequence, the trunk included")
@@ -84,7 +84,20 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--compile", action="store_true", help="fuse what lies between the products: torch.compile")
     parser.add_argument("--repeats", type=int, default=20, help="trees of 8 steps each")
     parser.add_argument("--json", type=Path, help="file for the results")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.json and not args.json.parent.is_dir():
+        parser.error(f"--json is {str(args.json)!r}; there is no folder {str(args.json.parent)!r}")
+    return args
+
+
+def _device(text: str) -> torch.device:
+    try:
+        device = torch.device(text)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cuda", "cpu"):
+        raise argparse.ArgumentTypeError(f"{text!r} must be cuda, cuda:N or cpu")
+    return device
 
 
 def line(row: dict) -> str:

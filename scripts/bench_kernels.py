@@ -95,7 +95,7 @@ def _on_cpu(call: Callable[[], object]) -> float:
 
 def main() -> int:
     args = parse_args()
-    device = torch.device(args.device)
+    device = args.device
     if device.type == "cuda" and not torch.cuda.is_available():
         raise SystemExit("bench_kernels.py: no CUDA device was found; --device cpu --small tries the script.")
     clock = Clock(device, args.repeats)
@@ -108,6 +108,9 @@ def main() -> int:
         kernel = clock.seconds(lambda case=case: case.call("triton")) if device.type == "cuda" else None
         results.append(Result(case.kernel, case.what, kernel, twin, case.bytes / bandwidth))
         print(line(results[-1]), flush=True)
+    if not results:
+        names = ", ".join(sorted({case.kernel for case in cases(device, args.small)}))
+        raise SystemExit(f"bench_kernels.py: --only is {' '.join(args.only)}; it must name some of {names}.")
     setup = {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
         "torch": torch.__version__,
@@ -124,13 +127,26 @@ def main() -> int:
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda", help="cuda (default), cuda:1 or cpu")
+    parser.add_argument("--device", type=_device, default="cuda", help="cuda (default), cuda:1 or cpu")
     parser.add_argument("--only", nargs="*", help="kernels to time, by the name in the first column")
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--no-twins", action="store_true", help="leave the twins out; they take most of the time")
     parser.add_argument("--small", action="store_true", help="small shapes, to try the script")
     parser.add_argument("--json", type=Path, help="file for the results")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.json and not args.json.parent.is_dir():
+        parser.error(f"--json is {str(args.json)!r}; there is no folder {str(args.json.parent)!r}")
+    return args
+
+
+def _device(text: str) -> torch.device:
+    try:
+        device = torch.device(text)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cuda", "cpu"):
+        raise argparse.ArgumentTypeError(f"{text!r} must be cuda, cuda:N or cpu")
+    return device
 
 
 def line(result: Result) -> str:

@@ -105,6 +105,8 @@ def launch_all(dtype: torch.dtype, heads: int, groups: int, head_size: int, voca
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2 or not sys.argv[1].isdecimal():
+        raise SystemExit("usage: python -m tests.kernels.aot CAPABILITY, for example 90 for 9.0")
     compile_launches(int(sys.argv[1]))
     launch_all(torch.bfloat16, 32, 8, 64, 128_256, 64)
     launch_all(torch.float16, 14, 2, 80, 151_936, 64)

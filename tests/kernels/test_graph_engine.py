@@ -17,13 +17,14 @@ from vllm_ssd.draft.model import DraftModel
 from vllm_ssd.messages import Branches, Growth, Outcome, Round, Start, pack_tokens, unpack_law
 
 DRAFT = str(Path(__file__).parents[1] / "data" / "models" / "draft")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 K, NUM_SLOTS = 3, 600
 WHOLE = Part()
 
 
-def model_and_config(**options) -> tuple[DraftModel, SaguaroConfig]:
+def model_and_config(device: torch.device = DEVICE, **options) -> tuple[DraftModel, SaguaroConfig]:
     config = SaguaroConfig(DRAFT, K, **{"tree_budget": 5, "draft_dtype": "float32", "draft_top_m": 8, **options})
-    model = DraftModel(config, torch.device("cpu"), vocab_size=4000)
+    model = DraftModel(config, device, vocab_size=4000)
     model.allocate_kv_cache(None, most_useful=NUM_SLOTS)
     return model, config
 
@@ -169,7 +170,7 @@ def test_the_device_waits_for_no_candidates_after_a_miss(monkeypatch: pytest.Mon
 @pytest.mark.parametrize(("choice", "kind"), [("auto", DraftEngine), ("off", DraftEngine), ("on", GraphEngine)])
 def test_the_environment_decides_on_a_cpu(choice: str, kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_SSD_DEVICE_ROUNDS", choice)
-    model, config = model_and_config()
+    model, config = model_and_config(torch.device("cpu"))
     assert type(make_engine(model, config, NUM_SLOTS, WHOLE, 4, 64)) is kind
 
 

@@ -20,7 +20,7 @@ from vllm_ssd.messages import Branches, Growth, Round, Start, pack_tokens
 from vllm_ssd.sampling import saguaro_law, top_tokens
 
 DRAFT = str(Path(__file__).parents[1] / "data" / "models" / "draft")
-CPU = torch.device("cpu")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 K, BUDGET, DEPTH = 3, 6, 4
 PROMPTS = (
     ([308, 907, 12, 44, 1201, 7, 7, 93, 400], [12, 44, 1201]),
@@ -32,7 +32,7 @@ PROMPTS = (
 @pytest.fixture(scope="module")
 def model() -> DraftModel:
     config = SaguaroConfig(DRAFT, K, tree_budget=BUDGET, draft_dtype="float32")
-    model = DraftModel(config, CPU, vocab_size=4000)
+    model = DraftModel(config, DEVICE, vocab_size=4000)
     model.allocate_kv_cache(None, most_useful=1024)
     return model
 
@@ -138,7 +138,7 @@ def test_sampled_rows_carry_the_law_they_were_drawn_from(model: DraftModel) -> N
             for step in steps:
                 slots = np.arange(len(chain))
                 # Slots from 1000 on are of no sequence: the oracle's own.
-                batch = flatten([causal_group(chain, 0, slots % 24 + 1000, slots % 24 + 1000)], CPU)
+                batch = flatten([causal_group(chain, 0, slots % 24 + 1000, slots % 24 + 1000)], DEVICE)
                 values, token_ids = top_tokens(model.forward(batch)[-1:], 8, model.vocab_size)
                 expected = saguaro_law(
                     values,
