@@ -19,7 +19,7 @@ from vllm_ssd.kernels.fork import check_logits
 from vllm_ssd.kernels.launch import check_tensor, power_of_two, runs_kernel
 from vllm_ssd.kernels.selection import NO_TOKEN, best_keys, best_tokens_torch, candidates_of, kept_of
 
-_LEAST_LOGIT = -3.4028234663852886e38  # a row without finite logits is uniform, not NaN
+_LARGEST_LOGIT = 3.4028234663852886e38  # infinite logits give a law too, not NaN; a row without others a uniform one
 
 
 class Drawn(NamedTuple):
@@ -74,7 +74,7 @@ def _draw_kernel(
 
     heat = tl.load(temperature + row)
     cut = tl.load(top_k + row)
-    law = tl.maximum(logits / tl.where(heat > 0, heat, 1.0), -3.4028234663852886e38)
+    law = tl.clamp(logits / tl.where(heat > 0, heat, 1.0), -3.4028234663852886e38, 3.4028234663852886e38)
     law = tl.where(known & ((cut <= 0) | (rank < cut)), law, float("-inf"))
     law = tl.exp(law - tl.max(law, axis=0))
     law = law / tl.sum(law, axis=0)
@@ -155,7 +155,7 @@ def draw_torch(logits: torch.Tensor, laws: Laws, top_m: int, vocab_size: int) ->
     heat, greedy = laws.temperature[:, None], laws.temperature <= 0
     top_k = laws.top_k[:, None]
     possible = (token_ids >= 0) & ((top_k <= 0) | (ranks < top_k))
-    scaled = (values / torch.where(heat > 0, heat, 1.0)).clamp(min=_LEAST_LOGIT)
+    scaled = (values / torch.where(heat > 0, heat, 1.0)).clamp(-_LARGEST_LOGIT, _LARGEST_LOGIT)
     probs = torch.softmax(scaled.masked_fill(~possible, -torch.inf), dim=-1)
     before = probs.cumsum(dim=-1) - probs
     probs = probs.masked_fill(before > laws.top_p[:, None], 0.0)

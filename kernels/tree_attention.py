@@ -319,7 +319,8 @@ def tree_attention_torch(queries: torch.Tensor, pool: torch.Tensor, tree: Tree, 
     score = torch.einsum("rghe,grce->rghc", query, keys[:, slots]) * scale
     score = score.masked_fill(~attends[:, None, None], torch.finfo(torch.float32).min)
     weight = score.softmax(dim=-1).masked_fill(~attends[:, None, None], 0.0)
-    return torch.einsum("rghc,grce->rghe", weight, values[:, slots]).reshape(rows, heads, head_size).to(queries.dtype)
+    read = values[:, slots].masked_fill(~attends[..., None], 0.0)  # what is not attended to may be NaN
+    return torch.einsum("rghc,grce->rghe", weight, read).reshape(rows, heads, head_size).to(queries.dtype)
 
 
 def _check(queries: torch.Tensor, pool: torch.Tensor, tree: Tree, workspace: Workspace | None) -> tuple[int, int]:

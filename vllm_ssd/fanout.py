@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 
 _IMPOSSIBLE = -60.0  # relative logit of a candidate that cannot be; finite, so that no sum is NaN
+_LARGEST_LOGIT = float(np.finfo(np.float32).max)
 DEFAULT_EXPONENT = 1.0  # r; the miss rate of language models falls about as 1/F
 
 
@@ -103,6 +104,7 @@ def most_probable_outcomes(
     trunk[:k]. The trunk's own next token is no outcome at its row: were it right, the
     verification would go on.
     """
+    logits = np.clip(logits, -_LARGEST_LOGIT, _LARGEST_LOGIT)  # infinite ones would be NaN
     scaled = sharpness * np.maximum(logits - logits[:, :1], _IMPOSSIBLE)
     log_probs = scaled - np.log(np.exp(scaled).sum(axis=1, keepdims=True))
     own = token_ids[:-1] == np.asarray(trunk, dtype=token_ids.dtype)[:, None]  # [len(trunk), m]

@@ -41,8 +41,9 @@ def saguaro_law(
     (1 is off) and `fan_out` (F): [num_rows]. Returns probabilities, [num_rows, m] float32.
     """
     ranks = torch.arange(values.shape[1], device=values.device)
-    # The clamp makes a row without finite logits uniform.
-    scaled = (values / temperature[:, None]).clamp(min=torch.finfo(torch.float32).min)
+    # The clamp makes a row without finite logits uniform, and infinite ones certain.
+    largest = torch.finfo(torch.float32).max
+    scaled = (values / temperature[:, None]).clamp(-largest, largest)
     scaled = scaled.masked_fill((top_k[:, None] > 0) & (ranks >= top_k[:, None]), -torch.inf)
     probs = torch.softmax(scaled, dim=-1)
     mass_before = probs.cumsum(dim=-1) - probs

@@ -58,9 +58,11 @@ def test_the_kernel_equals_its_twin(device, seed, rows, vocab_size, top_m, dtype
     if bad:
         logits[torch.rand(logits.shape, generator=generator).to(device) < 0.5] = torch.nan
         logits[:1] = -torch.inf
+        logits[1:2, :3] = torch.inf
     laws = laws_of(rows, seed, device)
     kernel = draw(logits, laws, top_m, vocab_size, backend="triton", block=16)
     assert_same(kernel, draw(logits, laws, top_m, vocab_size, backend="torch"), laws)
+    torch.testing.assert_close(kernel.probs.sum(dim=1), torch.ones(rows, device=device))
 
 
 def test_the_law_is_the_one_used_on_the_host(device: torch.device) -> None:

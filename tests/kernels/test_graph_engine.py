@@ -167,6 +167,27 @@ def test_the_device_waits_for_no_candidates_after_a_miss(monkeypatch: pytest.Mon
     assert not forwards
 
 
+def test_a_wave_whose_sequence_lost_its_slots_gives_back_the_rest() -> None:
+    """Its steps that were not taken in keep their slots for good, once another wave is planted."""
+    config = SaguaroConfig(DRAFT, 8, tree_budget=3, draft_dtype="float32", draft_top_m=8)
+    model = DraftModel(config, DEVICE, vocab_size=4000)
+    model.allocate_kv_cache(None, most_useful=115)
+    engine = GraphEngine(model, config, 115, make_round(model, config, WHOLE, 24, 200), seed=0)
+
+    def tell(number: int, starts=(), finished=()) -> None:
+        engine.begin_round(Round(number, list(starts), [], list(finished), depth=8, verify_seconds=0.0))
+
+    tell(1, [start(0, list(range(5, 69)))])
+    engine.step()
+    tell(2)  # of others
+    tell(3)
+    tell(4, [start(1, list(range(7, 73)))])
+    while engine.step():
+        pass
+    tell(5, finished=[0, 1])
+    assert engine._pool.usage == 0.0
+
+
 @pytest.mark.parametrize(("choice", "kind"), [("auto", DraftEngine), ("off", DraftEngine), ("on", GraphEngine)])
 def test_the_environment_decides_on_a_cpu(choice: str, kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_SSD_DEVICE_ROUNDS", choice)

@@ -86,9 +86,16 @@ def test_unused_blocks_and_rows_beyond_them_give_zeros(device: torch.device) -> 
 
 
 def test_the_twin_is_softmax_over_the_slots_named(device: torch.device) -> None:
-    """The oracle itself is wrong."""
+    """The oracle itself is wrong, or the NaN of another sequence's overflow gets in."""
     tree = random_tree(1, [2, 1], 9, 3, 1, device)
     queries, pool = random_inputs(1, 3, 4, 2, 16, torch.float32, device)
+    parts = ((tree.trunk_slots[tree.row_sequence.long()], tree.trunk_lengths), (tree.tail_slots, tree.tail_lengths))
+    named = {
+        slot for slots, counts in parts for row, count in zip(slots.tolist(), counts.tolist()) for slot in row[:count]
+    }
+    others = [slot for slot in range(NUM_SLOTS) if slot not in named]
+    assert 0 in others  # what padding names
+    pool[:, others] = torch.nan
     mixed = tree_attention(queries, pool, tree, 0.25, backend="torch")
     for row in range(3):
         sequence = int(tree.row_sequence[row])

@@ -153,6 +153,14 @@ def test_a_row_without_any_finite_logit_still_has_a_law() -> None:
     assert probs.tolist() == [[0.25] * 4]
 
 
+def test_infinite_logits_have_all_probability() -> None:
+    """An overflow in float16 makes the law NaN."""
+    logits = some_logits(8, 12)
+    logits[[2, 5]] = np.inf
+    probs, token_ids = law_of(logits, m=4)
+    assert spread(probs, token_ids, 12)[[2, 5]].tolist() == [0.5, 0.5]
+
+
 def test_draws_follow_the_law() -> None:
     """The token does not come from the law that is sent along."""
     probs, _ = law_of(some_logits(8, 12), m=8, temperature=1.5, saguaro_c=0.5, fan_out=2)

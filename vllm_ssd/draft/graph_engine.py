@@ -218,6 +218,7 @@ class GraphEngine(DraftEngine):
         count, known = sum(len(s.pending) for s in glued), sum(len(s.candidates) for s in others)
         if count + known > self._round.shape.max_rows or not self._fits(sequences, width * len(sequences), steps):
             return False
+        self._end()  # of what was planted nothing is to grow any more, but it may hold slots
         slots = self._sequences.take_slots(count + width * steps * len(sequences), sequences)
         if slots is None:
             return False

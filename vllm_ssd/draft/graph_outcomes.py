@@ -30,7 +30,8 @@ def most_probable_outcomes(
     Returns k and t*, [S, N] int32, and whether there is such an outcome, [S, N] bool.
     """
     size, positions, width = values.shape
-    values = values.clamp(min=torch.finfo(torch.float32).min)
+    largest = torch.finfo(torch.float32).max
+    values = values.clamp(-largest, largest)
     scaled = sharpness[:, None, None] * (values - values[..., :1]).clamp(min=_IMPOSSIBLE)
     log_probs = scaled.log_softmax(dim=-1)  # [S, P, C]
     position = torch.arange(positions, device=values.device)
