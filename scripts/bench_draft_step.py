@@ -19,12 +19,12 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import torch
 import transformers
 import triton
+from benchmark import arguments
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from vllm_ssd.draft import light_decoder, pool_attention
@@ -75,7 +75,7 @@ def main() -> int:
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", type=_device, default="cuda", help="cuda (default), cuda:1 or cpu")
+    parser.add_argument("--device", type=arguments.device, default="cuda", help="cuda (default), cuda:1 or cpu")
     parser.add_argument("--drafts", nargs="+", choices=DRAFTS, default=["0.5b", "1b"])
     parser.add_argument("--branches", nargs="+", type=int, default=[1, 8, 24, 96, 256])
     parser.add_argument("--context", type=int, default=1024, help="tokens of the sequence, the trunk included")
@@ -83,21 +83,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--temperature", type=float, default=0.0, help="of the rows; 0 drafts by argmax")
     parser.add_argument("--compile", action="store_true", help="fuse what lies between the products: torch.compile")
     parser.add_argument("--repeats", type=int, default=20, help="trees of 8 steps each")
-    parser.add_argument("--json", type=Path, help="file for the results")
-    args = parser.parse_args()
-    if args.json and not args.json.parent.is_dir():
-        parser.error(f"--json is {str(args.json)!r}; there is no folder {str(args.json.parent)!r}")
-    return args
-
-
-def _device(text: str) -> torch.device:
-    try:
-        device = torch.device(text)
-    except RuntimeError:
-        device = None
-    if device is None or device.type not in ("cuda", "cpu"):
-        raise argparse.ArgumentTypeError(f"{text!r} must be cuda, cuda:N or cpu")
-    return device
+    parser.add_argument("--json", type=arguments.file_to_write, help="file for the results")
+    return parser.parse_args()
 
 
 def line(row: dict) -> str:

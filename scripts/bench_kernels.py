@@ -18,11 +18,11 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
 import triton
+from benchmark import arguments
 
 from vllm_ssd.kernels.draw import Laws, draw
 from vllm_ssd.kernels.fork import fork
@@ -127,26 +127,13 @@ def main() -> int:
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", type=_device, default="cuda", help="cuda (default), cuda:1 or cpu")
+    parser.add_argument("--device", type=arguments.device, default="cuda", help="cuda (default), cuda:1 or cpu")
     parser.add_argument("--only", nargs="*", help="kernels to time, by the name in the first column")
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--no-twins", action="store_true", help="leave the twins out; they take most of the time")
     parser.add_argument("--small", action="store_true", help="small shapes, to try the script")
-    parser.add_argument("--json", type=Path, help="file for the results")
-    args = parser.parse_args()
-    if args.json and not args.json.parent.is_dir():
-        parser.error(f"--json is {str(args.json)!r}; there is no folder {str(args.json.parent)!r}")
-    return args
-
-
-def _device(text: str) -> torch.device:
-    try:
-        device = torch.device(text)
-    except RuntimeError:
-        device = None
-    if device is None or device.type not in ("cuda", "cpu"):
-        raise argparse.ArgumentTypeError(f"{text!r} must be cuda, cuda:N or cpu")
-    return device
+    parser.add_argument("--json", type=arguments.file_to_write, help="file for the results")
+    return parser.parse_args()
 
 
 def line(result: Result) -> str:

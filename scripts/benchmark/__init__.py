@@ -2,6 +2,7 @@
 
     plan.py         what is run: engines, workloads, and what the processes say to each other
     machine.py      where it is run: cores, environment, hardware facts
+    arguments.py    options that bench_kernels.py and bench_draft_step.py share
     pool.py         engines as long-lived subprocesses, started and stopped as needed
     worker.py       one such subprocess: a vLLM engine, stepped by hand
     session.py      the methods take turns on each workload
