@@ -8,7 +8,7 @@ arrays, not as pickles. Knows nothing about how bytes are moved (`transport.py`)
 import msgspec
 import numpy as np
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 
 ELSEWHERE = -1
@@ -101,6 +101,7 @@ class Branches(msgspec.Struct, array_like=True, frozen=True, tag=12):
     trunk: list[int]
     offsets: list[int]  # [num_branches]
     token_ids: list[int]  # [num_branches]; empty: one branch that begins at the trunk's end
+    depth: int = 0  # drafts that are planned for each: there should be time for them
 
 
 class Growth(msgspec.Struct, array_like=True, frozen=True, tag=13):

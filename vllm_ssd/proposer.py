@@ -24,6 +24,7 @@ logger = logging.getLogger("vllm.saguaro")
 
 _MOST_LOSSES = 2  # a sequence that each draft lost so often is not begun again
 _MOST_TOLD = 1 << 24  # bytes of prompts in a round; a shared draft takes no message of twice that
+_DELAYED = 1.5  # times what the draft expects of a verification: it should hear of that
 _LONGEST_WAIT = 1.0  # seconds a step may wait for JIT drafts, whatever was expected
 
 
@@ -54,7 +55,7 @@ class Proposal:
 
     token_ids: list[int] = field(default_factory=list)
     laws: list[TokenLaw | None] = field(default_factory=list)  # None: verified one-hot
-    late: bool = False  # the outcome was foreseen, but its drafts were not all built in time
+    late: bool = False  # the outcome was foreseen, but not all drafts that were planned were built in time
     part: int = 0  # of several drafts that share the tree, the one that built this
 
 
@@ -132,10 +133,15 @@ class Proposer:
                 if self._draft.state is State.UP:
                     self._finished.append(request.seq_id)
 
-    def send_news(self) -> None:
-        """Tell the draft of new prompts at once: called before the target's forward."""
+    def send_news(self, num_tokens: int) -> None:
+        """Tell the draft at once of new prompts, and of a delay: called before the target's forward.
+
+        `num_tokens`: that the target is about to compute, prompts included.
+        """
         self._receive()
-        self._send([])
+        expected = self._depth.verify_seconds_of(self._num_tokens)
+        self._num_tokens = max(num_tokens, 1)
+        self._send([], delayed=self._depth.verify_seconds_of(self._num_tokens) > _DELAYED * expected > 0.0)
 
     def observe_verify(self, num_tokens: int, seconds: float) -> None:
         """A decoding step of the target over `num_tokens` tokens took so long."""
@@ -152,10 +158,9 @@ class Proposer:
             self._fallback.observe_round(sum(len(row.emitted) for row in rows), began - self._selected_at)
         self._selected_at, self._only_decoded = began, False
         self._receive()
-        asked = self._depth.depth  # how deep the trees were to be
         depth = self._depth.choose(len(rows), sum(self._samples(row) for row in rows))
         limits = [min(row.limit, depth) for row in rows]
-        proposals = [self._walk(row, limit, asked) for row, limit in zip(rows, limits)]
+        proposals = [self._walk(row, limit) for row, limit in zip(rows, limits)]
         self.totals.late_rounds += any(proposal.late for proposal in proposals)
         missed = [i for i, proposal in enumerate(proposals) if not proposal.token_ids and limits[i] > 0]
         turn = _Turn(rows, limits, proposals, missed)
@@ -178,11 +183,11 @@ class Proposer:
         request = self._requests.get(row.req_id)
         return request is not None and request.sampling.temperature > 0
 
-    def _walk(self, row: Row, limit: int, asked: int) -> Proposal:
+    def _walk(self, row: Row, limit: int) -> Proposal:
         """Go down the tree by what was emitted; what lies below is the next draft.
 
-        A tree is late if the branch that was hit is not as deep as it was asked to be: not if more is wanted
-        now, and not if no branch of its own was hit, only what an earlier tree had left below a draft.
+        A tree is late if the branch that was hit is not as deep as was planned: not if more is wanted, and
+        not if no branch of its own was hit, only what an earlier tree had left below a draft.
         """
         request = self._requests.get(row.req_id)
         if request is None:
@@ -203,7 +208,7 @@ class Proposer:
             return Proposal()
         request.tree.commit(row.emitted)
         proposal = _proposal(request, limit)
-        proposal.late = request.tree.foreseen and len(proposal.token_ids) < min(limit, asked)
+        proposal.late = len(proposal.token_ids) < min(limit, request.tree.planned)
         if limit > 0:
             missed = request.source in ("draft", "ngram")
             self._fallback.observe_next(missed, self._waited, len(proposal.token_ids) / limit)
@@ -296,7 +301,7 @@ class Proposer:
                 continue
             self._check(item.token_ids)
             if isinstance(item, Branches):
-                request.tree.hang(item.length, item.trunk, item.offsets, item.token_ids, part)
+                request.tree.hang(item.length, item.trunk, item.offsets, item.token_ids, part, item.depth)
                 self.totals.branches += len(item.token_ids)
             else:
                 law = None if item.law is None else unpack_law(item.law, len(item.token_ids))
@@ -340,8 +345,8 @@ class Proposer:
         """Whether the draft's context holds the sequence and a round more."""
         return length + 2 * self._config.num_speculative_tokens + 1 <= self._draft.ready.max_length
 
-    def _send(self, outcomes: list[Outcome]) -> None:
-        if not outcomes and not self._starts and not self._finished:
+    def _send(self, outcomes: list[Outcome], delayed: bool = False) -> None:
+        if not (outcomes or self._starts or self._finished or delayed):
             return
         self._round_id += 1
         self._draft.send(self._round(self._starts, outcomes, self._finished))

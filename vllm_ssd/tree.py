@@ -80,10 +80,10 @@ class SpeculationTree:
         self._root = Node(-1)
         self._starts = deque([(length, self._root)], maxlen=_REMEMBERED_ROUNDS)
         self._tips: dict[int, list[Node]] = {}  # part -> ends of its latest branches
-        self._bets: dict[int, list[Node]] = {}  # part -> where its first branches of the latest round begin
+        self._bets: dict[int, tuple[list[Node], int]] = {}  # part -> first branches of the latest round, their depth
         self._bets_below = 0  # so many committed tokens
-        self.foreseen = False
-        """Whether the last outcome was one that the first branches of its round bet on.
+        self.planned = 0
+        """Drafts that were planned for the last outcome, if the first branches of its round bet on it; else 0.
 
         More are begun while a verification is overdue: they grow as long as it lasts, and are never late.
         """
@@ -95,7 +95,7 @@ class SpeculationTree:
             stayed = stayed and self._root.find(token_id) is not None
             self._root = self._root.child(token_id)
         bets = self._bets.values() if self._bets_below == self.length else ()
-        self.foreseen = any(node is self._root for nodes in bets for node in nodes)
+        self.planned = max((depth for nodes, depth in bets if any(node is self._root for node in nodes)), default=0)
         self.length += len(emitted)
         self._starts.append((self.length, self._root))
         return stayed
@@ -110,12 +110,19 @@ class SpeculationTree:
         return chain
 
     def hang(
-        self, length: int, trunk: Sequence[int], offsets: Sequence[int], token_ids: Sequence[int], part: int = 0
+        self,
+        length: int,
+        trunk: Sequence[int],
+        offsets: Sequence[int],
+        token_ids: Sequence[int],
+        part: int = 0,
+        depth: int = 0,
     ) -> None:
         """Begin new branches; the earlier ones of this part grow no more.
 
         Branch i hangs below the first `length` committed tokens and `trunk[:offsets[i]]`, and
         begins with `token_ids[i]`. Without token_ids, one branch begins at the trunk's end.
+        `depth`: drafts that are planned for each.
         """
         start = next((node for at, node in reversed(self._starts) if at == length), None)
         if start is None:  # too old to matter, or never known: grow it beside the tree
@@ -125,16 +132,16 @@ class SpeculationTree:
             path.append(path[-1].child(token_id))
         if token_ids:
             tips = [path[offset].child(token_id) for offset, token_id in zip(offsets, token_ids, strict=True)]
-            self._bet(length, tips, part)
+            self._bet(length, tips, part, depth)
         else:
             tips = [path[-1]]
         self._tips[part] = tips
 
-    def _bet(self, length: int, nodes: list[Node], part: int) -> None:
+    def _bet(self, length: int, nodes: list[Node], part: int, depth: int) -> None:
         if length > self._bets_below:
             self._bets_below, self._bets = length, {}
         if length == self._bets_below:
-            self._bets.setdefault(part, nodes)
+            self._bets.setdefault(part, (nodes, depth))
 
     def grow(self, token_ids: Sequence[int], law: tuple[np.ndarray, np.ndarray] | None, part: int = 0) -> None:
         """Append one token to each of the part's branches. `law`: [num_branches, m] token ids and probabilities."""

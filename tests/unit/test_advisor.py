@@ -12,7 +12,7 @@ from vllm_ssd.metrics import Totals
 from vllm_ssd.sdsl import advisor, scaling_law
 from vllm_ssd.sdsl import hint as hint_module
 from vllm_ssd.sdsl.advisor import Candidate, Setting, Target
-from vllm_ssd.sdsl.hint import SizeHint, measured_acceptance, size_hint
+from vllm_ssd.sdsl.hint import SizeHint, measured_acceptance, measured_slow_rate, size_hint
 from vllm_ssd.theory import StepTime
 
 MODELS = Path(__file__).parent.parent / "data" / "models"
@@ -304,16 +304,16 @@ def test_missing_folders_are_named() -> None:
 
 
 def test_the_hint_is_silent_when_all_is_well() -> None:
-    assert size_hint(70e9, 277e6, 5, late_rate=0.5, acceptance=0.1) is None  # the size is right
-    assert size_hint(70e9, 8e9, 5, late_rate=0.01) is None  # large, but in time
+    assert size_hint(70e9, 277e6, 5, slow_rate=0.5, acceptance=0.1) is None  # the size is right
+    assert size_hint(70e9, 8e9, 5, slow_rate=0.01) is None  # large, but in time
     assert size_hint(70e9, 1e7, 5, acceptance=0.7) is None  # small, but accepted
     assert size_hint(70e9, 8e9, 5) is None  # nothing measured
-    assert size_hint(16e6, 16e6, 5, late_rate=0.9) is None  # the rule does not hold for so small a target
+    assert size_hint(16e6, 16e6, 5, slow_rate=0.9) is None  # the rule does not hold for so small a target
 
 
 @pytest.mark.parametrize(
     ("draft", "late", "accepted", "says"),
-    [(8e9, 0.4, 0.8, "late in 40% of the rounds"), (1e7, 0.0, 0.2, "20% of its drafts are accepted")],
+    [(8e9, 0.4, 0.8, "40% of its trees are late or short"), (1e7, 0.0, 0.2, "20% of its drafts are accepted")],
 )
 def test_the_hint_is_one_line_with_a_command(draft: float, late: float, accepted: float, says: str) -> None:
     line = size_hint(70e9, draft, 5, late, accepted, ("T", "D"))
@@ -324,7 +324,7 @@ def test_the_hint_is_one_line_with_a_command(draft: float, late: float, accepted
 @pytest.mark.parametrize(("factor", "speaks"), [(3.9, False), (4.1, True), (1 / 3.9, False), (1 / 4.1, True)])
 def test_the_hint_keeps_to_a_quarter_and_four_times(factor: float, speaks: bool) -> None:
     draft = factor * scaling_law.linear_rule(70e9).value
-    assert (size_hint(70e9, draft, 5, late_rate=0.5, acceptance=0.1) is not None) == speaks
+    assert (size_hint(70e9, draft, 5, slow_rate=0.5, acceptance=0.1) is not None) == speaks
 
 
 @pytest.fixture
@@ -341,7 +341,7 @@ def test_the_hint_is_logged_once_when_there_were_enough_rounds(large_late_draft,
         assert not caplog.records
         for _ in range(3):
             hint(large_late_draft)
-    assert len(caplog.records) == 1 and "late in 40% of the rounds" in caplog.text
+    assert len(caplog.records) == 1 and "40% of its trees are late or short" in caplog.text
 
 
 @pytest.mark.parametrize(("target", "enabled"), [("T", False), ("not here", True)])
@@ -350,6 +350,14 @@ def test_the_hint_can_be_off_and_needs_both_sizes(large_late_draft, caplog, targ
     with caplog.at_level("INFO", logger="vllm.saguaro"):
         hint(large_late_draft)
     assert not hint.open and not caplog.records
+
+
+def test_short_trees_are_slow_ones_too() -> None:
+    """A draft that is too slow plans shallow trees, is never late, and nobody hears of it."""
+    totals = Totals(rounds=500, late_rounds=5, hits=60, part_hits=40)
+    assert measured_slow_rate(totals) == pytest.approx(0.4)
+    assert measured_slow_rate(dataclasses.replace(totals, late_rounds=300)) == pytest.approx(0.6)
+    assert measured_slow_rate(Totals(rounds=500)) == 0.0
 
 
 def test_measured_acceptance_is_that_of_the_totals() -> None:

@@ -116,11 +116,11 @@ class Play:
     def start(self, req_id: str, tokens: Sequence[int] = PROMPT, sampling: DraftSampling | None = None) -> None:
         self.history[req_id], self.in_flight[req_id] = list(tokens), []
         self.proposer.start(req_id, tokens, sampling or DraftSampling())
-        self.proposer.send_news()
+        self.proposer.send_news(1)
 
     def look(self) -> None:
         """Let the drafts build, and take it in."""
-        self.proposer.send_news()
+        self.proposer.send_news(1)
 
     def round(self, **emitted: Sequence[int]) -> dict[str, list[int]]:
         """Each request emits these tokens; returns the drafts they get."""

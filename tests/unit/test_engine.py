@@ -19,7 +19,7 @@ from vllm_ssd.draft.bandit import SaguaroBandit
 from vllm_ssd.draft.engine import DraftEngine
 from vllm_ssd.draft.model import DraftModel
 from vllm_ssd.draft.pace import Pace
-from vllm_ssd.messages import Outcome
+from vllm_ssd.messages import Branches, Outcome
 
 from .scripted import VOCABULARY, ContextModel, Target, assert_greedy, context_logits, play_round
 from .test_sampling import reference_law
@@ -166,6 +166,83 @@ def test_the_optional_step_takes_as_many_branches_as_there_is_time_for(monkeypat
     target.tell(outcomes=[target.outcome(0, [bet.prefix[-1]], bet.chain[:K])])  # its last draft has no KV yet
     assert target.run()
     assert_greedy(target, context_logits, 0.0)
+
+
+class OfThisShape(Pace):
+    """There is time for trees of these shapes only, and for steps beyond them only if so said."""
+
+    planned = ((2, 3),)
+    more = False
+
+    def shapes(self, sequences: int, depth: int) -> list[tuple[int, int]]:
+        return list(self.planned)
+
+    def branches_of_one_more_step(self, num_branches: int) -> int:
+        return num_branches if self.more else 0
+
+    def lets_step(self, sequences: int) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("more", (False, True))
+def test_a_tree_is_planned_no_deeper_than_there_is_time_for(more: bool) -> None:
+    """The target takes a tree for late that could not be deeper, or time that is left over is not used."""
+    target, _ = make(tree_budget="auto")
+    target.engine._pace = OfThisShape("auto")
+    target.engine._pace.more = more
+    target.tell([target.start(0, PROMPT)])
+    assert target.run()
+    hung = [item for push in target.pushes for item in push.items if isinstance(item, Branches)]
+    assert [(item.depth, len(item.token_ids)) for item in hung] == [(2, 3)]
+    assert {len(bet.chain) for bet in target.branches(0)} == {DEPTH if more else 2}
+    assert_greedy(target, context_logits, 0.0)
+
+
+@pytest.mark.parametrize(("first_of_ranking", "expected"), ((True, (3, 1)), (False, (1, 6))))
+def test_of_the_shapes_that_fit_the_most_promising_is_built(
+    first_of_ranking: bool, expected: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One deep branch where the outcome is seldom the most probable one, or many shallow ones where it always is."""
+    monkeypatch.setattr(OfThisShape, "planned", ((3, 1), (1, 6)))
+    target, _ = make(tree_budget="auto", fan_out="uniform")
+    target.engine._pace = OfThisShape("auto")
+    target.tell([target.start(0, PROMPT)])
+    assert target.run()
+    for _ in range(40):
+        best = np.argsort(-context_logits(tuple(target.history[0])), kind="stable")
+        token_id = int(best[0] if first_of_ranking else best[5])
+        target.tell(outcomes=[target.outcome(0, [token_id])])
+        assert target.run()
+    hung = [item for push in target.pushes for item in push.items if isinstance(item, Branches)]
+    assert (hung[-1].depth, len(hung[-1].token_ids)) == expected
+
+
+def test_a_tree_that_joins_growing_ones_takes_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is planned as if it grew alone, and all are late."""
+    asked = []
+    monkeypatch.setattr(Pace, "shapes", lambda pace, sequences, depth: asked.append(sequences) or [(depth, 5)])
+    target, _ = make()
+    target.tell([target.start(0, PROMPT), target.start(1, PROMPT[::-1])])
+    assert not target.run(4)  # one prompt and the next, the fork of both, a step
+    target.tell([target.start(2, PROMPT[1:])])
+    assert target.run()
+    assert asked == [2, 3]
+
+
+def test_news_of_a_delay_brings_more_branches() -> None:
+    """The draft idles until the verification is overdue, though it could know better."""
+    target, _ = make(tree_budget="auto")
+    target.tell([target.start(0, PROMPT)])
+    assert target.run()
+    target.tell(outcomes=[target.outcome(0, [5], greedy([*PROMPT, 5], 2))], verify_seconds=0.5)
+    assert target.run()
+    planned = len(target.bets)
+    target.tell(verify_seconds=60.0)
+    assert target.run()
+    bets = [bet.prefix for bet in target.bets if len(bet.prefix) > len(PROMPT) + 1]
+    assert len(target.bets) > planned and len(bets) == len(set(bets)) > 50
+    assert not target.engine._pace.overdue
+    assert_greedy_chains(target)
 
 
 def test_an_overdue_verify_brings_more_branches() -> None:

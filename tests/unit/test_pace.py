@@ -40,43 +40,49 @@ def measured(tree_budget: int | str = "auto") -> Pace:
 
 
 @pytest.mark.parametrize("sequences", (1, 2, 8))
-@pytest.mark.parametrize("verify_ms", (5, 12, 20, 60))
-def test_the_widest_tree_that_fits(clock: Clock, sequences: int, verify_ms: int) -> None:
+@pytest.mark.parametrize("verify_ms", (3, 5, 12, 20, 60))
+def test_the_widest_trees_that_fit(clock: Clock, sequences: int, verify_ms: int) -> None:
     """Trees are late, or leave time unused."""
     pace = measured()
     pace.begin_round(1e-3 * verify_ms, clock.now)
-    depth = 4
-    width = pace.width(sequences, depth)
+    shapes = pace.shapes(sequences, 4)
     left = pace.share * 1e-3 * verify_ms
-    if width < AUTO_BRANCHES:
-        assert width == 1 or depth * step_seconds(width * sequences) <= left
-        wider = _WIDTHS[_WIDTHS.index(width) + 1]
-        assert depth * step_seconds(wider * sequences) > left
+    fits = {d: [w for w in _WIDTHS if d * step_seconds(w * sequences) <= left] for d in (1, 2, 3, 4)}
+    assert shapes == sorted(shapes, reverse=True)
+    for depth, width in shapes:
+        assert [width] == fits[depth][-1:] or (shapes == [(1, 1)] and not fits[1])
+    for depth, widths in fits.items():  # what is left out is not wider than a deeper one
+        assert not widths or any(d >= depth and w >= widths[-1] for d, w in shapes)
     if verify_ms == 60 and sequences == 1:  # time enough
-        assert width == AUTO_BRANCHES
+        assert shapes == [(4, AUTO_BRANCHES)]
+
+
+def width(pace: Pace, sequences: int, depth: int) -> int:
+    """Of the trees that are as deep as asked."""
+    return dict(pace.shapes(sequences, depth))[depth]
 
 
 def test_what_is_spent_counts(clock: Clock) -> None:
     """A late glue does not narrow the tree."""
     pace = measured()
     pace.begin_round(20e-3, clock.now)
-    at_once = pace.width(1, 4)
+    at_once = width(pace, 1, 4)
     clock.now += 4e-3
-    later = pace.width(1, 4)
+    later = width(pace, 1, 4)
     assert 1 < later < at_once
     pace.restart_clock()
-    assert pace.width(1, 4) == at_once
+    assert width(pace, 1, 4) == at_once
     pace.begin_round(20e-3, clock.now - 4e-3, observe=False)  # it came while a step was under way
-    assert pace.width(1, 4) == later
+    assert width(pace, 1, 4) == later
 
 
 def test_a_fixed_width_is_kept(clock: Clock) -> None:
     """A number given by the user shrinks."""
     pace = measured(50)
     pace.begin_round(5e-3, clock.now)
-    assert pace.width(8, 4) == 50
+    assert pace.shapes(8, 4) == [(4, 50)]
     clock.now += 1.0
-    assert pace.branches_on_time(50, 3) == 50 and pace.lets_step()
+    assert pace.branches_on_time(50, 3) == 50 and pace.lets_step(1)
     assert not pace.overdue
 
 
@@ -84,8 +90,9 @@ def test_nothing_known_takes_a_usual_width(clock: Clock) -> None:
     """Without measurements the tree is empty or huge."""
     pace = Pace("auto")
     pace.begin_round(0.0, clock.now)
-    assert 8 <= pace.width(4, 3) <= AUTO_BRANCHES
-    assert pace.branches_on_time(9, 3) == 9 and pace.lets_step()
+    [(depth, width)] = pace.shapes(4, 3)
+    assert depth == 3 and 8 <= width <= AUTO_BRANCHES
+    assert pace.branches_on_time(9, 3) == 9 and pace.lets_step(1)
     assert pace.branches_of_one_more_step(9) == 9
     assert not pace.overdue
 
@@ -105,7 +112,7 @@ def test_a_tree_that_gets_late_goes_on_narrower(clock: Clock) -> None:
     """After a slow step all branches come late, though some could be on time."""
     pace = measured()
     pace.begin_round(20e-3, clock.now)
-    planned = pace.width(1, 4)
+    planned = width(pace, 1, 4)
     assert 1 < pace.branches_on_time(planned, 4) <= planned
     clock.now += step_seconds(planned)
     assert pace.branches_on_time(planned, 3) == planned  # all went as planned
@@ -123,13 +130,13 @@ def test_a_step_that_cannot_be_over_in_time_is_not_begun(clock: Clock) -> None:
     pace = measured()
     pace.begin_round(20e-3, clock.now)
     clock.now += 20e-3 - 1.1 * step_seconds(1)
-    assert pace.lets_step()
+    assert pace.lets_step(1) and not pace.lets_step(4)
     clock.now += 0.2 * step_seconds(1)
-    assert not pace.lets_step()
+    assert not pace.lets_step(1)
     clock.now += 12e-3
     assert pace.overdue
     pace.extend()
-    assert pace.lets_step()
+    assert pace.lets_step(1)
 
 
 def test_overdue(clock: Clock) -> None:
@@ -146,6 +153,28 @@ def test_overdue(clock: Clock) -> None:
     assert not pace.overdue
 
 
+def test_news_of_a_delay_leaves_time_for_more(clock: Clock) -> None:
+    """While the prompts of others are read the draft idles, or what is known of a usual verification is spoilt."""
+    pace = measured()
+    for _ in range(50):
+        pace.begin_round(20e-3, clock.now)
+        clock.now += 20e-3
+    pace.begin_round(20e-3, clock.now)
+    share = pace.share
+    assert not pace.has_spare_time(1)
+    pace.begin_round(25e-3, clock.now, observe=False)  # a little more than was thought
+    assert not pace.has_spare_time(1)
+    pace.begin_round(100e-3, clock.now, observe=False)
+    pace.begin_round(100e-3, clock.now, observe=False)  # the rest of a message in two
+    clock.now += 40e-3
+    assert pace.has_spare_time(1) and pace.branches_on_time(9, 3) == 9 and not pace.overdue
+    clock.now += 50e-3
+    assert not pace.has_spare_time(1)
+    clock.now += 70e-3
+    pace.begin_round(20e-3, clock.now)
+    assert pace.share == share and not pace.has_spare_time(1)
+
+
 @pytest.mark.parametrize(("verify_deviation", "step_deviation"), ((0.03, 0.02), (0.08, 0.02), (0.02, 0.1)))
 def test_late_trees_are_rare_and_little_time_is_idle(
     clock: Clock, verify_deviation: float, step_deviation: float
@@ -155,17 +184,17 @@ def test_late_trees_are_rare_and_little_time_is_idle(
     late, used, kept = [], [], []
     for _ in range(3000):
         pace.begin_round(20e-3, clock.now)
-        width = planned = pace.width(1, 4)
+        kept_width = planned = width(pace, 1, 4)
         for steps in (4, 3, 2, 1):
-            width = pace.branches_on_time(width, steps)
-            seconds = step_seconds(width) * generator.gauss(1.0, step_deviation)
+            kept_width = pace.branches_on_time(kept_width, steps)
+            seconds = step_seconds(kept_width) * generator.gauss(1.0, step_deviation)
             clock.now += seconds
-            pace.observe_step(width, seconds)
+            pace.observe_step(kept_width, seconds)
         pace.observe_step(1, step_seconds(1))
         spent, verify = clock.now - pace._began, 20e-3 * generator.gauss(1.04, verify_deviation)
         late.append(spent > verify)
         used.append(spent / 20e-3)
-        kept.append(width / planned)
+        kept.append(kept_width / planned)
         clock.now += max(verify - spent, 0.0)
     assert sum(late[500:]) / 2500 < 0.1
     assert sum(kept[500:]) / 2500 > 0.75

@@ -52,11 +52,18 @@ class FakeDraft:
         """Have these ready at the next `receive`."""
         self._pushes.append(Push(0, list(items), list(lost), list(declined), 0.0, 0.0))
 
-    def build(self, seq_id: int, length: int, trunk: list[int], branches: dict[tuple[int, int], list[int]]) -> None:
+    def build(
+        self,
+        seq_id: int,
+        length: int,
+        trunk: list[int],
+        branches: dict[tuple[int, int], list[int]],
+        planned: int = K,
+    ) -> None:
         """Push branches, (offset, first token) → chain, all chains of one length."""
         places, chains = list(branches), list(branches.values())
         growths = [Growth(seq_id, list(column), None) for column in zip(*chains, strict=True)]
-        hang = Branches(seq_id, 0, length, trunk, [p[0] for p in places], [p[1] for p in places])
+        hang = Branches(seq_id, 0, length, trunk, [p[0] for p in places], [p[1] for p in places], planned)
         self.push(hang, *growths)
 
     def go_down(self) -> None:
@@ -81,7 +88,7 @@ class Game:
     def start(self, req_id: str, tokens: Sequence[int] = PROMPT, sampling: DraftSampling | None = None) -> None:
         self.history[req_id] = list(tokens)
         self.proposer.start(req_id, tokens, sampling or DraftSampling())
-        self.proposer.send_news()
+        self.proposer.send_news(1)
 
     def row(self, req_id: str, emitted: Sequence[int], verified: int = 0, limit: int = K) -> Row:
         tokens = self.history[req_id]
@@ -168,10 +175,9 @@ def test_a_half_built_branch_is_a_part_hit_and_late(game: Game) -> None:
 
 
 def test_a_tree_that_was_to_be_shallow_is_not_late(game: Game) -> None:
-    """More drafts are wanted than in the round before, and the draft seems slow."""
+    """More drafts are wanted than there was time for, and the draft seems to be behind its plan."""
     game.start("a")
-    game.proposer._depth.depth = 1  # chosen in the round before
-    game.draft.build(0, 4, [], {(0, 5): [6]})
+    game.draft.build(0, 4, [], {(0, 5): [6]}, planned=1)
     [proposal] = game.propose(game.row("a", [5]))
     assert proposal.token_ids == [6] and not proposal.late
     game.assert_totals(part_hits=1, late_rounds=0)
@@ -180,7 +186,7 @@ def test_a_tree_that_was_to_be_shallow_is_not_late(game: Game) -> None:
 def test_a_foreseen_outcome_without_drafts_is_late_and_a_miss(game: Game) -> None:
     """A branch that did not grow in time is not counted as late."""
     game.start("a")
-    game.draft.push(Branches(0, 0, 4, [], [0], [5]))
+    game.draft.push(Branches(0, 0, 4, [], [0], [5], depth=1))
     [proposal] = game.propose(game.row("a", [5]))
     assert proposal.token_ids == []
     game.assert_totals(misses=1, late_rounds=1)
@@ -482,7 +488,7 @@ def test_a_request_that_ends_before_the_draft_heard_of_it_is_not_told(game: Game
     """One message brings a sequence and its end, and the draft keeps it for ever."""
     for _ in range(2):
         game.proposer.start("a", PROMPT, DraftSampling())
-    game.proposer.send_news()
+    game.proposer.send_news(1)
     [message] = game.draft.rounds
     assert [start.seq_id for start in message.starts] == [1]
 
@@ -493,7 +499,7 @@ def test_a_request_that_outgrew_the_draft_unseen_is_freed(game: Game) -> None:
     game.history["a"] += [2] * 5
     game.propose(game.row("a", [5]))
     game.proposer.finish(["a"])
-    game.proposer.send_news()
+    game.proposer.send_news(1)
     assert game.draft.rounds[-1].finished == [0]
 
 
@@ -532,16 +538,32 @@ def test_rounds_in_which_prompts_are_read_do_not_make_waiting_cheap(monkeypatch:
     assert [count for count, _ in observed] == [1]
 
 
+def test_a_draft_hears_of_a_long_verification(game: Game) -> None:
+    """The draft builds no more than for a usual one, or is told each step what it knows."""
+    game.start("a")
+    for tokens in (1, 2, 3, 4) * 3:
+        game.proposer.observe_verify(tokens, 0.020 + 0.001 * tokens)
+    game.propose(game.row("a", [5]))
+    sent = len(game.draft.rounds)
+    game.proposer.send_news(1)  # what was expected
+    game.proposer.send_news(8)
+    assert len(game.draft.rounds) == sent
+    game.proposer.send_news(180)  # the prompt of another, which is not for the draft
+    assert [round_.verify_seconds for round_ in game.draft.rounds[sent:]] == [pytest.approx(0.2, rel=0.01)]
+    game.propose(game.row("a", [6]))
+    assert game.draft.rounds[-1].verify_seconds == pytest.approx(0.021, rel=0.01)
+
+
 def test_finished_requests_are_freed_once(game: Game) -> None:
     """The draft keeps the KV of requests that are over."""
     game.start("a")
     game.start("b")
     game.proposer.finish(["a", "nobody"])
     game.proposer.finish(["a"])
-    game.proposer.send_news()
+    game.proposer.send_news(1)
     assert game.draft.rounds[-1].finished == [0]
     sent = len(game.draft.rounds)
-    game.proposer.send_news()  # nothing to say
+    game.proposer.send_news(1)  # nothing to say
     assert len(game.draft.rounds) == sent
     game.draft.push(Branches(0, 0, 4, [], [0], [5]), Growth(0, [6], None), lost=[0])  # crossed on the wire
     [proposal] = game.propose(game.row("b", [5]))

@@ -24,11 +24,11 @@ class NaiveTree:
         self.known: set[tuple[int, ...]] = {COMMITTED}
         self.first: dict[tuple[int, ...], tuple[int, int, int]] = {}  # token, law, part
         self.tips: dict[int, list[tuple[int, ...]]] = {}  # by part
-        self.bets: dict[tuple[int, int], list[tuple[int, ...]]] = {}  # by committed tokens and part
-        self.foreseen = False
+        self.bets: dict[tuple[int, int], tuple[list[tuple[int, ...]], int]] = {}  # by committed tokens and part
+        self.planned = 0
 
     def hang(
-        self, length: int, trunk: Sequence[int], offsets: Sequence[int], token_ids: Sequence[int], part: int
+        self, length: int, trunk: Sequence[int], offsets: Sequence[int], token_ids: Sequence[int], part: int, depth: int
     ) -> None:
         base = tuple(self.history[:length])
         self._know(base, trunk)
@@ -36,7 +36,7 @@ class NaiveTree:
         self.tips[part] = tips if token_ids else [base + tuple(trunk)]
         self.known.update(self.tips[part])
         if tips:
-            self.bets.setdefault((length, part), list(tips))
+            self.bets.setdefault((length, part), (list(tips), depth))
 
     def grow(self, token_ids: Sequence[int], laws: Sequence[int], part: int) -> None:
         tips = self.tips.get(part, [])
@@ -49,8 +49,8 @@ class NaiveTree:
         path = tuple(self.history)
         stayed = all(path + tuple(emitted[: i + 1]) in self.known for i in range(len(emitted)))
         self._know(path, emitted)
-        bets = [tips for (length, _), tips in self.bets.items() if length == len(path)]
-        self.foreseen = any(path + tuple(emitted) in tips for tips in bets)
+        bets = [bets for (length, _), bets in self.bets.items() if length == len(path)]
+        self.planned = max([0, *(depth for tips, depth in bets if path + tuple(emitted) in tips)])
         self.history.extend(emitted)
         return stayed
 
@@ -94,7 +94,7 @@ def test_any_order_of_events_agrees_with_the_naive_tree(parts: int, data: st.Dat
         if event == "commit":
             emitted = data.draw(st.lists(token, min_size=1, max_size=4))
             assert tree.commit(emitted) == naive.commit(emitted)
-            assert tree.foreseen == naive.foreseen
+            assert tree.planned == naive.planned
             lengths = [*lengths, tree.length][-8:]
         elif event == "grow":
             width = len(naive.tips.get(part, []))
@@ -107,8 +107,9 @@ def test_any_order_of_events_agrees_with_the_naive_tree(parts: int, data: st.Dat
             trunk = data.draw(tokens)
             branches = data.draw(st.lists(st.tuples(st.integers(0, len(trunk)), token), max_size=4))
             offsets, token_ids = [b[0] for b in branches], [b[1] for b in branches]
-            tree.hang(length, trunk, offsets, token_ids, part)
-            naive.hang(length, trunk, offsets, token_ids, part)
+            depth = data.draw(st.integers(1, 3))
+            tree.hang(length, trunk, offsets, token_ids, part, depth)
+            naive.hang(length, trunk, offsets, token_ids, part, depth)
         limit = data.draw(st.integers(0, 6))
         chain = [(node.token_id, int(node.law.token_ids[0]), node.part) for node in tree.drafts(limit)]
         assert chain == naive.drafts(limit)

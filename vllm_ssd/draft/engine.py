@@ -210,12 +210,7 @@ class DraftEngine:
             yield from self._tree_step(growing)
         elif prefill:
             yield from self._prefill(prefill[0], self.prefill_seconds)
-        elif self._pace.overdue and self._unfinished():
-            self._pace.extend()
-        elif self._pace.overdue and (extensible := self._extensible()):
-            self._pace.extend()
-            self._fork(extensible)
-        else:
+        elif not self._deepen_or_widen():
             return False
         if prefill and (glue or growing):
             yield from self._prefill(prefill[0], _BUSY_PREFILL_SECONDS)
@@ -244,7 +239,7 @@ class DraftEngine:
     def _work(self):
         """Sort the sequences by what they need: (glue, JIT, tree steps, prefill, fork)."""
         glue, waiting, growing, prefill, forks = [], [], [], [], []
-        lets_step = self._pace.lets_step()
+        lets_step = self._pace.lets_step(max(len(self._unfinished()), 1))
         for sequence in self._sequences:
             if not sequence.fork_due and not sequence.wanted and not sequence.steps_left:
                 continue
@@ -263,8 +258,19 @@ class DraftEngine:
         prefill.sort(key=lambda s: -s.last_round)
         return glue, waiting, growing, prefill, forks
 
+    def _deepen_or_widen(self) -> bool:
+        """While the verification is delayed by others' prompts there is more to build. Returns False if not."""
+        unfinished, extensible = self._unfinished(), self._extensible()
+        if self._pace.overdue and (unfinished or extensible):
+            self._pace.extend()
+        elif unfinished or not extensible or not self._pace.has_spare_time(len(extensible)):
+            return False
+        if not unfinished:
+            self._fork(extensible)
+        return True
+
     def _unfinished(self) -> list[Sequence]:
-        """Sequences whose trees rest before they are full."""
+        """Sequences whose trees may rest before they are full; not for the step past the last draft alone."""
         return [sequence for sequence in self._sequences if sequence.steps_left > 1]
 
     def _extensible(self) -> list[Sequence]:
@@ -349,30 +355,39 @@ class DraftEngine:
 
     def _fork(self, sequences: list[Sequence]) -> None:
         """Hang a wave of branches: at row j the top candidates without the trunk's own next token."""
-        width, steps = self._plan(sequences)
+        width, depth = self._plan(sequences)
         for sequence in sequences:
             built = {(branch.offset, branch.tokens[0]) for branch in sequence.branches}
             outcomes = self._forecast.outcomes(sequence, len(built) + width)
             outcomes = [outcome for outcome in outcomes if outcome not in built][:width]
-            self._hang(sequence, outcomes, steps)
+            self._hang(sequence, outcomes, depth)
 
     def _plan(self, sequences: list[Sequence]) -> tuple[int, int]:
-        """Branches of a wave, and the steps by which it is to grow."""
+        """Branches of a wave for each, and their drafts: of what there is time for, what promises most."""
         self._forecast.learn()
-        depth = max(self._depth, 1)
-        width = self._pace.width(len(sequences), depth)
+        growing = len(sequences) + len(self._unfinished())  # what was begun before takes its share of each step
+        shapes = self._pace.shapes(growing, max(self._depth, 1))
+        sampled = sum(sequence.samples for sequence in sequences) / len(sequences)
+        depth, width = max(shapes, key=lambda shape: self._forecast.expected_drafts(*shape, sampled))
         self._latest_size = (width, depth)
-        # One step more than is handed out: it computes the KV and the candidates of the last
-        # draft, so that a hit needs no glue. If there is no time for it, nothing is late.
-        return width, depth + 1
+        return width, depth
 
-    def _hang(self, sequence: Sequence, outcomes: list[tuple[int, int]], steps: int) -> None:
-        """A wave that bets on these outcomes; the target hears of it."""
+    @property
+    def _most_steps(self) -> int:
+        """By which a wave grows if there is time.
+
+        One more than is handed out: it computes the KV and the candidates of the last draft, so that a hit
+        needs no glue.
+        """
+        return max(self._depth, 1) + 1
+
+    def _hang(self, sequence: Sequence, outcomes: list[tuple[int, int]], depth: int) -> None:
+        """A wave that bets on these outcomes, with so many drafts planned for each; the target hears of it."""
         sequence.fork_due = False
-        sequence.hang(outcomes, steps)
+        sequence.hang(outcomes, self._most_steps, self._most_steps - depth)
         self._latest_fan_out = np.bincount([o for o, _ in outcomes], minlength=len(sequence.trunk) + 1).tolist()
         if outcomes:
-            self._outbox.add_branches(sequence, self._sequences.round_id, outcomes)
+            self._outbox.add_branches(sequence, self._sequences.round_id, outcomes, depth)
 
     def _tree_step(self, sequences: list[Sequence]) -> Forwards:
         """One token for each branch of all waves, in one flat batch."""
@@ -406,21 +421,21 @@ class DraftEngine:
     def _growing_branches(self, sequences: list[Sequence]) -> list[tuple[Sequence, int]]:
         """How many of each wave's branches grow now: those that there is time for.
 
-        The optional last step leaves some out; before it, branches that would be late grow no more.
+        Those that would be late, or have no part in an optional step, grow no more.
         """
-        for sequence in sequences:
-            if sequence.steps_left > 1:
-                on_time = self._pace.branches_on_time(len(sequence.wave) * len(sequences), sequence.steps_left - 1)
-                del sequence.wave[max(on_time // len(sequences), 1) :]
-        last = sum(len(sequence.wave) for sequence in sequences if sequence.steps_left == 1)
-        most = self._pace.branches_of_one_more_step(last)
+        total = sum(len(sequence.wave) for sequence in sequences)
+        optional = sum(len(sequence.wave) for sequence in sequences if not sequence.steps_due)
+        most = self._pace.branches_of_one_more_step(optional)
         growing = []
         for sequence in sequences:
             count = len(sequence.wave)
-            if sequence.steps_left == 1:
-                count = count * most // last
-            if count:
-                growing.append((sequence, count))
+            if not sequence.steps_due:
+                count = count * most // optional
+            elif (on_time := self._pace.branches_on_time(total, sequence.steps_due)) < total:
+                count = max(on_time // len(sequences), 1)
+            del sequence.wave[count:]
+            if sequence.wave:
+                growing.append((sequence, len(sequence.wave)))
             else:
                 sequence.steps_left = 0
         return growing

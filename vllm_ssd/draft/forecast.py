@@ -68,6 +68,7 @@ class Forecast:
         self._lessons: list[_Lesson] = []
         self._counts = {samples: OutcomeCounts(config.num_speculative_tokens) for _, samples in _CLASSES}
         self._sharpness = {samples: Sharpness() for _, samples in _CLASSES}
+        self._bet_ranks = {samples: OutcomeCounts(0) for _, samples in _CLASSES}
 
     def remember(self, sequence: Sequence, emitted: list[int]) -> None:
         """The verification of `sequence`'s trunk emitted these tokens; called before the sequence takes them in."""
@@ -87,7 +88,21 @@ class Forecast:
                 if len(found):
                     sharpness.observe(logits, int(found[0]))
             self._count(lesson)
+        # One of a class says enough of how far down the bets an outcome is: a ranking is not for nothing.
+        for lesson in {lesson.samples: lesson for lesson in self._lessons}.values():
+            self._rank(lesson)
         self._lessons.clear()
+
+    def _rank(self, lesson: _Lesson) -> None:
+        """Where the outcome was among the most probable ones."""
+        if len(lesson.candidates) != len(lesson.trunk) + 1:
+            return
+        token_ids = np.stack([c.token_ids[: self.num_candidates] for c in lesson.candidates])
+        sharpness = self._sharpness[lesson.samples].value
+        ranks = self._bet_ranks[lesson.samples]
+        ranking = most_probable_outcomes(token_ids, np.stack(lesson.logits), lesson.trunk, ranks.RANKS, sharpness)
+        outcome = (len(lesson.emitted) - 1, lesson.emitted[-1])
+        ranks.observe(0, ranking.index(outcome) if outcome in ranking else None)
 
     def _count(self, lesson: _Lesson) -> None:
         """Where the verification of a full trunk stopped, and the rank of its token there."""
@@ -104,6 +119,16 @@ class Forecast:
     def acceptance(self) -> float:
         """a: the share of trunk drafts accepted, given that those before were."""
         return self._acceptance.rate
+
+    def expected_drafts(self, depth: int, width: int, sampled_share: float) -> float:
+        """Drafts that are accepted of a tree with so many branches, 0 if the outcome is none of them.
+
+        `sampled_share`: of the rows in the batch.
+        """
+        shares = {True: sampled_share, False: 1.0 - sampled_share}
+        width *= self.part.count
+        hits = sum(share * sum(self._bet_ranks[samples].shares()[0][:width]) for samples, share in shares.items())
+        return hits * (self._acceptance.expected_tokens(depth) - 1.0)
 
     def outcome_shares(self) -> dict[str, list[list[float]]]:
         """P(position, rank of t*) of full trunks, for greedy and for sampled rows."""

@@ -48,6 +48,7 @@ class _Planted:
 
     waves: list[_Wave]
     steps: int  # in all
+    steps_due: int  # the others are optional
     enqueued: int = 0
     done: int = 0
 
@@ -105,10 +106,10 @@ class GraphEngine(DraftEngine):
     def _enqueue(self, planted: _Planted, count: int) -> None:
         """Keep the device busy with the next steps over `count` rows."""
         while planted.enqueued < min(planted.done + _AHEAD, planted.steps):
-            # The last step is optional: it must be over before the outcome, which it would delay.
-            last = planted.enqueued == planted.steps - 1
-            if last and planted.enqueued and self._pace.branches_of_one_more_step(count) < count:
-                planted.steps -= 1
+            # Optional steps must be over before the outcome, which they would delay.
+            optional = planted.enqueued >= planted.steps_due
+            if optional and planted.enqueued and self._pace.branches_of_one_more_step(count) < count:
+                planted.steps = planted.enqueued
                 break
             with torch.inference_mode():
                 self._round.grow()
@@ -118,7 +119,8 @@ class GraphEngine(DraftEngine):
         """Send the waves to the device, with slots for all their steps; None if they do not fit a round."""
         steps = sequences[0].steps_left
         sizes = [len(sequence.wave) for sequence in sequences]
-        fresh = all(sequence.steps_left == steps for sequence in sequences)
+        due = sequences[0].steps_due
+        fresh = all(sequence.steps_left == steps and sequence.steps_due == due for sequence in sequences)
         fresh = fresh and not any(branch.slots for sequence in sequences for branch in sequence.wave)
         if not fresh or not self._fits(sequences, sum(sizes), steps):
             return None
@@ -128,7 +130,7 @@ class GraphEngine(DraftEngine):
         tails = np.split(slots.reshape(-1, steps), np.cumsum(sizes)[:-1])
         first_rows = np.cumsum([0, *sizes]).tolist()
         waves = [_Wave(s, row, tail, s.wave) for s, row, tail in zip(sequences, first_rows, tails)]
-        self._planted = _Planted(waves, steps)
+        self._planted = _Planted(waves, steps, due)
         with torch.inference_mode():
             self._round.set_trunks([sequence.slots.view() for sequence in sequences])
             self._round.plant(
@@ -214,7 +216,7 @@ class GraphEngine(DraftEngine):
     def _fork_on_device(self, glued: list[Sequence], others: list[Sequence]) -> bool:
         """Enqueue glue, fork and steps, and take in the first; returns False if they do not fit a round."""
         sequences = [s for s in self._sequences if s in glued or s in others]
-        width, steps = self._plan(sequences)
+        (width, depth), steps = self._plan(sequences), self._most_steps
         count, known = sum(len(s.pending) for s in glued), sum(len(s.candidates) for s in others)
         if count + known > self._round.shape.max_rows or not self._fits(sequences, width * len(sequences), steps):
             return False
@@ -223,7 +225,7 @@ class GraphEngine(DraftEngine):
         if slots is None:
             return False
         tails = slots[count:].reshape(len(sequences), width, steps)
-        planted = _Planted([_Wave(s, i * width, tails[i]) for i, s in enumerate(sequences)], steps)
+        planted = _Planted([_Wave(s, i * width, tails[i]) for i, s in enumerate(sequences)], steps, depth)
         with torch.inference_mode():
             rows = {**self._enqueue_glue(glued, slots[:count]), **self._send_candidates(others)}
             self._enqueue_fork(planted, rows)
@@ -292,7 +294,7 @@ class GraphEngine(DraftEngine):
             above = step.above[wave.rows]
             count = int((above > 0).sum())  # the best come first; there may be fewer outcomes than rows
             offsets = (above[:count] - len(sequence.tokens)).tolist()
-            self._hang(sequence, list(zip(offsets, step.bets[wave.rows][:count].tolist())), planted.steps)
+            self._hang(sequence, list(zip(offsets, step.bets[wave.rows][:count].tolist())), planted.steps_due)
             self._pool.give_back(wave.tail[count:].reshape(-1))
             wave.tail, wave.branches = wave.tail[:count], sequence.wave
         planted.waves = [wave for wave in planted.waves if wave.branches]

@@ -32,12 +32,12 @@ class Outbox:
         self._tree_seconds: list[float] = []
         self._cancelled = 0
 
-    def add_branches(self, sequence: Sequence, round_id: int, outcomes: list[tuple[int, int]]) -> None:
-        """New branches hang on the trunk; without `outcomes` one that begins at its end."""
+    def add_branches(self, sequence: Sequence, round_id: int, outcomes: list[tuple[int, int]], depth: int = 0) -> None:
+        """New branches hang on the trunk, with `depth` drafts planned for each; without `outcomes` one at its end."""
         offsets = [offset for offset, _ in outcomes]
         token_ids = [token_id for _, token_id in outcomes]
         trunk, length = list(sequence.trunk), len(sequence.tokens)
-        self._items.append(Branches(sequence.seq_id, round_id, length, trunk, offsets, token_ids))
+        self._items.append(Branches(sequence.seq_id, round_id, length, trunk, offsets, token_ids, depth))
 
     def add_growth(self, sequence: Sequence, token_ids: list[int], law: Law | None) -> None:
         """The latest branches, or the first of them, grew by one token each."""

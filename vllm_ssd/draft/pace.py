@@ -10,7 +10,7 @@ import time
 from vllm_ssd.config import AUTO_BRANCHES
 from vllm_ssd.statistics import Deviation, DriftingTime
 
-_DEVIATIONS = 2.0  # standard deviations of the times that a tree leaves free when it is planned
+_DEVIATIONS = 3.0  # standard deviations of the times that a tree leaves free when it is planned
 _DEVIATIONS_UNDER_WAY = 0.5  # the same while it grows: what was planned is cut when it gets late, not before
 _LEAST_SHARE = 0.7  # on a restless machine too: narrow trees cost more than late ones
 _OVERDUE = 1.5  # times the expected verify: what only varies is not delayed
@@ -29,14 +29,18 @@ class Pace:
         """What the verification under way is expected to take; 0 if that is unknown."""
         self._began = 0.0
         self._extended = False
+        self._delayed = False
 
     def begin_round(self, verify_seconds: float, began: float, observe: bool = True) -> None:
         """The target verifies since `began`, for about so long; 0 if that is unknown.
 
-        `observe`: a verification has just ended, the one that the last call spoke of.
+        `observe`: a verification has just ended, the one that the last call spoke of. If not, this is news of the
+        one under way, which prompts of others may make much longer.
         """
-        if observe and self.verify_seconds > 0.0 and not self._extended:
+        if observe and self.verify_seconds > 0.0 and not (self._extended or self._delayed):
             self._verify_ratio.observe((began - self._began) / self.verify_seconds)
+        grows = verify_seconds > _OVERDUE * self.verify_seconds > 0.0
+        self._delayed = not observe and (grows or self._delayed)
         self.verify_seconds = verify_seconds
         self._extended = False
         self._began = began
@@ -54,20 +58,28 @@ class Pace:
         """A step over so many tokens took so long: the tips of all branches, or a glue."""
         self._step_time.observe(num_tokens, seconds)
 
-    def width(self, sequences: int, depth: int) -> int:
-        """Branches for each of so many trees of this depth, at least one; a fixed number stays what it is."""
-        if not self._timed or self._fixed is not None:
-            return self._fixed or AUTO_BRANCHES
-        most = self._branches_within(self._seconds_until(_DEVIATIONS) / depth)
-        return max(_usual_width(most // sequences), 1)
+    def shapes(self, sequences: int, depth: int) -> list[tuple[int, int]]:
+        """(depth, branches) that each of so many trees may have, the deepest first; one branch of one draft at least.
 
-    def lets_step(self) -> bool:
-        """Whether a step of one branch may be over before the outcome.
-
-        If not, an unfinished tree rests, so that the outcome finds an idle draft, until the verification is
-        overdue. A tree of fixed width goes on.
+        As deep as `depth`, and as wide as there is time for. A fixed number of branches has one shape.
         """
-        return self._fixed is not None or self._extended or self.branches_of_one_more_step(1) > 0
+        if not self._timed or self._fixed is not None:
+            return [(depth, self._fixed or AUTO_BRANCHES)]
+        left = self._seconds_until(_DEVIATIONS)
+        shapes = []
+        for steps in range(depth, 0, -1):
+            width = _usual_width(self._branches_within(left / steps) // sequences)
+            if width > (shapes[-1][1] if shapes else 0):
+                shapes.append((steps, width))
+        return shapes or [(1, 1)]
+
+    def lets_step(self, sequences: int) -> bool:
+        """Whether a step of one branch for each of so many trees may be over before the outcome.
+
+        If not, unfinished trees rest, so that the outcome finds an idle draft, until the verification is
+        overdue. Trees of fixed width go on.
+        """
+        return self._fixed is not None or self._extended or self.branches_of_one_more_step(sequences) >= sequences
 
     def branches_on_time(self, num_branches: int, steps: int) -> int:
         """Of so many branches, those that can take `steps` steps more before the outcome, at least one.
@@ -86,6 +98,10 @@ class Pace:
             return num_branches
         most = self._branches_within(self._verify_ratio.mean * self.verify_seconds - self._elapsed)
         return num_branches if most >= num_branches else _usual_width(most)
+
+    def has_spare_time(self, sequences: int) -> bool:
+        """Whether so many trees may get further branches: the verification is known to take long."""
+        return self._delayed and self._branches_within(self._seconds_until(_DEVIATIONS)) >= sequences
 
     @property
     def overdue(self) -> bool:

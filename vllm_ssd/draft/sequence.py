@@ -46,6 +46,7 @@ class Sequence:
         self.wanted = 0  # JIT drafts still to build before the tree
         self.fork_due = False
         self.steps_left = 0  # tree steps until the branches are full
+        self.optional_steps = 0  # the last so many of them are taken only if there is time
         self.saguaro_c = 1.0  # C that the tree, and what is drafted for a waiting target, is drawn with
         self.trunk_c: float | None = None  # C that the trunk was drawn with; None: it was not drawn
         self.temperature = temperature
@@ -73,9 +74,14 @@ class Sequence:
         return self.tokens[known:] + self.trunk
 
     @property
+    def steps_due(self) -> int:
+        """Tree steps until the branches are as deep as was planned."""
+        return max(self.steps_left - self.optional_steps, 0)
+
+    @property
     def num_unfinished(self) -> int:
-        """Branches that lack drafts (the step past the last draft is optional)."""
-        return len(self.wave) if self.steps_left > 1 else 0
+        """Branches that lack drafts."""
+        return len(self.wave) if self.steps_due else 0
 
     def drop_branches(self) -> None:
         """Give up what was built below the trunk."""
@@ -86,11 +92,12 @@ class Sequence:
         self.is_exhausted = False
         self.steps_left = 0
 
-    def hang(self, outcomes: list[tuple[int, int]], steps: int) -> None:
+    def hang(self, outcomes: list[tuple[int, int]], steps: int, optional_steps: int) -> None:
         """A wave of branches, to be grown by so many tokens: (drafts accepted, token that follows)."""
         self.wave = [Branch(offset, [token_id]) for offset, token_id in outcomes]
         self.branches += self.wave
         self.steps_left = steps if self.wave else 0
+        self.optional_steps = optional_steps
         self.is_exhausted = not self.wave
 
     def rest(self) -> None:

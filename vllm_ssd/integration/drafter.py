@@ -120,7 +120,7 @@ class SaguaroDrafter:
             params = request.sampling_params
             if request.prompt_token_ids and request.prompt_embeds is None and wants_drafts(params):
                 self._proposer.start(request.req_id, request.prompt_token_ids, draft_sampling(params))
-        self._proposer.send_news()
+        self._proposer.send_news(scheduler_output.total_num_scheduled_tokens)
 
     def _switch_off(self) -> None:
         """After an error of our own: requests go on without drafts rather than die of it."""

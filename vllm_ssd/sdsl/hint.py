@@ -14,7 +14,7 @@ from vllm_ssd.sdsl.sizes import show_size
 logger = logging.getLogger("vllm.saguaro")
 
 _FAR = 4.0  # times N_opt, or that part of it
-_LATE = 0.10  # share of the rounds
+_SLOW = 0.10  # share of the trees that are late, or not as deep as was asked
 _FEW_ACCEPTED = 0.4  # acceptance rate of a draft
 # N_opt = M_0 + μ·M as in `scaling_law.linear_rule`, whose scipy an engine need not have.
 _SLOPE, _START = 2.71e-3, 8.71e7
@@ -26,26 +26,26 @@ def size_hint(
     target_params: float,
     draft_params: float,
     num_speculative_tokens: int,
-    late_rate: float | None = None,
+    slow_rate: float | None = None,
     acceptance: float | None = None,
     names: tuple[str, str] | None = None,
 ) -> str | None:
     """One line, or None where there is nothing to say.
 
     Speaks only if the draft is outside a quarter to four times N_opt *and* what was measured agrees:
-    too large and late, or too small and seldom accepted. SSD hides a draft's time, so a large draft
+    too large and too slow, or too small and seldom accepted. SSD hides a draft's time, so a large draft
     that is in time is right. For targets under 1B parameters, where the rule does not hold, measured
     figures alone never speak.
 
-    `late_rate`: share of the rounds whose tree was not all built; `acceptance`: share of the drafts
+    `slow_rate`: share of the trees that were late, or not as deep as was asked; `acceptance`: share of the drafts
     accepted, given that those before were; None: not measured. `names`: target and draft, for the
     command in the line.
     """
     if target_params < _SMALL_TARGET or draft_params <= 0:
         return None
-    best = _START + _SLOPE * target_params
-    if draft_params > _FAR * best and late_rate is not None and late_rate > _LATE:
-        what = f"and late in {late_rate:.0%} of the rounds: try a smaller one, or a K under {num_speculative_tokens}"
+    best, most = _START + _SLOPE * target_params, num_speculative_tokens
+    if draft_params > _FAR * best and slow_rate is not None and slow_rate > _SLOW:
+        what = f"and {slow_rate:.0%} of its trees are late or short: try a smaller one, or a K under {most}"
     elif draft_params < best / _FAR and acceptance is not None and acceptance < _FEW_ACCEPTED:
         what = f"and {acceptance:.0%} of its drafts are accepted: try a larger draft"
     else:
@@ -74,10 +74,15 @@ class SizeHint:
         if not self.open or totals.rounds < _ENOUGH_ROUNDS:
             return
         self.open = False
-        late_rate = totals.late_rounds / totals.rounds
-        line = size_hint(*self._sizes, self._most, late_rate, measured_acceptance(totals), self._names)
+        line = size_hint(*self._sizes, self._most, measured_slow_rate(totals), measured_acceptance(totals), self._names)
         if line is not None:
             logger.info("%s", line)
+
+
+def measured_slow_rate(totals: Totals) -> float:
+    """Share of the rounds with a late tree, or of the hits that brought fewer drafts than were asked for."""
+    hits = totals.hits + totals.part_hits
+    return max(totals.late_rounds / max(totals.rounds, 1), totals.part_hits / hits if hits else 0.0)
 
 
 def measured_acceptance(totals: Totals) -> float | None:
