@@ -15,6 +15,7 @@ from scipy.stats import chisquare
 from transformers import AutoModelForCausalLM
 
 from vllm_ssd.config import SaguaroConfig
+from vllm_ssd.draft import engine as engine_module
 from vllm_ssd.draft.bandit import SaguaroBandit
 from vllm_ssd.draft.engine import DraftEngine
 from vllm_ssd.draft.model import DraftModel
@@ -185,11 +186,11 @@ class OfThisShape(Pace):
 
 
 @pytest.mark.parametrize("more", (False, True))
-def test_a_tree_is_planned_no_deeper_than_there_is_time_for(more: bool) -> None:
+def test_a_tree_is_planned_no_deeper_than_there_is_time_for(more: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The target takes a tree for late that could not be deeper, or time that is left over is not used."""
+    monkeypatch.setattr(engine_module, "Pace", OfThisShape)
+    monkeypatch.setattr(OfThisShape, "more", more)
     target, _ = make(tree_budget="auto")
-    target.engine._pace = OfThisShape("auto")
-    target.engine._pace.more = more
     target.tell([target.start(0, PROMPT)])
     assert target.run()
     hung = [item for push in target.pushes for item in push.items if isinstance(item, Branches)]
@@ -203,9 +204,9 @@ def test_of_the_shapes_that_fit_the_most_promising_is_built(
     first_of_ranking: bool, expected: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One deep branch where the outcome is seldom the most probable one, or many shallow ones where it always is."""
+    monkeypatch.setattr(engine_module, "Pace", OfThisShape)
     monkeypatch.setattr(OfThisShape, "planned", ((3, 1), (1, 6)))
     target, _ = make(tree_budget="auto", fan_out="uniform")
-    target.engine._pace = OfThisShape("auto")
     target.tell([target.start(0, PROMPT)])
     assert target.run()
     for _ in range(40):

@@ -6,7 +6,6 @@ steps a new round may come in and make some of the work worthless. Knows nothing
 processes or sockets.
 """
 
-import math
 import time
 from collections.abc import Generator
 
@@ -21,6 +20,7 @@ from vllm_ssd.draft.forecast import Forecast, Part
 from vllm_ssd.draft.kv_cache import SlotPool
 from vllm_ssd.draft.outbox import Outbox
 from vllm_ssd.draft.pace import Pace
+from vllm_ssd.draft.planner import Planner
 from vllm_ssd.draft.sequence import Candidates, Sequence
 from vllm_ssd.draft.sequences import Sequences
 from vllm_ssd.messages import ELSEWHERE, Law, Outcome, Push, Report, Round, Start, unpack_tokens
@@ -31,7 +31,6 @@ _GLUE_LIMIT = 64  # more pending tokens than this are a prefill
 _PREFILL_CHUNK = (16, 512)  # tokens, least and most in one forward
 _PREFILL_SECONDS = 0.25  # a forward must not be longer, or outcomes wait for it
 _BUSY_PREFILL_SECONDS = 0.005  # the same while trees are to be built
-_MOST_BRANCHES = 4  # times the planned ones, while a verify is overdue
 
 Top = tuple[np.ndarray, np.ndarray]
 """Logits (float32) and token ids (int64) of the most probable tokens, each [num_rows, m]."""
@@ -65,8 +64,9 @@ class DraftEngine:
         self._bandit = SaguaroBandit(config.saguaro_c, seed)
         self._pace = Pace(config.tree_budget)
         self._prefill_time = LinearTime()  # by number of tokens
-        self._depth = config.num_speculative_tokens
-        self._latest_size = (0, 0)  # branches and depth of the latest trees
+        self._planner = Planner(
+            self._sequences, self._forecast, self._pace, config.num_speculative_tokens, config.most_branches
+        )
         self._latest_fan_out: list[int] = []
         self.busy_seconds = 0.0
         self.prefill_seconds = _PREFILL_SECONDS  # the longest prefill while no tree is to be built
@@ -79,7 +79,7 @@ class DraftEngine:
         `earliest`: when the message may have come, by `time.perf_counter()`; None: just now.
         """
         self._sequences.round_id = message.round_id
-        self._depth = message.depth
+        self._planner.depth = message.depth
         now = time.perf_counter()
         came_at = now if earliest is None else min(max(message.sent_at, earliest), now)
         verified = any(outcome.emitted for outcome in message.outcomes)
@@ -99,7 +99,7 @@ class DraftEngine:
         sequence = Sequence(start.seq_id, tokens, start.temperature, start.top_k, start.top_p, self._pool)
         sequence.trunk = list(start.drafts)
         sequence.saguaro_c = self._bandit.choose()
-        sequence.fork_due = self._depth > 0 and self._sequences.has_room(sequence)
+        sequence.fork_due = self._planner.depth > 0 and self._sequences.has_room(sequence)
         self._touch(sequence)
 
     def _take(self, outcome: Outcome) -> None:
@@ -119,7 +119,7 @@ class DraftEngine:
             return
         sequence.wanted = outcome.wanted
         if self._sequences.has_room(sequence):
-            sequence.fork_due = self._depth > 0
+            sequence.fork_due = self._planner.depth > 0
         else:
             self._decline(sequence)
         self._touch(sequence)
@@ -210,8 +210,10 @@ class DraftEngine:
             yield from self._tree_step(growing)
         elif prefill:
             yield from self._prefill(prefill[0], self.prefill_seconds)
-        elif not self._deepen_or_widen():
+        elif (to_widen := self._planner.to_widen()) is None:
             return False
+        elif to_widen:
+            self._fork(to_widen)
         if prefill and (glue or growing):
             yield from self._prefill(prefill[0], _BUSY_PREFILL_SECONDS)
         self.busy_seconds += time.perf_counter() - began
@@ -223,14 +225,16 @@ class DraftEngine:
 
     def _report(self) -> Report | None:
         """What was measured and decided; None before the first tree."""
-        if not self._latest_size[0]:
+        width, depth = self._planner.latest_shape
+        if not width:
             return None
         return Report(
             self._forecast.outcome_shares(),
             self._forecast.acceptance,
             self._forecast.sharpness(),
             self._latest_fan_out,
-            *self._latest_size,
+            width,
+            depth,
             self._pace.share,
             [self._pace.step_seconds(n) for n in (1, 8, 32)],
             self._bandit.best,
@@ -239,7 +243,7 @@ class DraftEngine:
     def _work(self):
         """Sort the sequences by what they need: (glue, JIT, tree steps, prefill, fork)."""
         glue, waiting, growing, prefill, forks = [], [], [], [], []
-        lets_step = self._pace.lets_step(max(len(self._unfinished()), 1))
+        lets_step = self._planner.lets_step()
         for sequence in self._sequences:
             if not sequence.fork_due and not sequence.wanted and not sequence.steps_left:
                 continue
@@ -258,32 +262,9 @@ class DraftEngine:
         prefill.sort(key=lambda s: -s.last_round)
         return glue, waiting, growing, prefill, forks
 
-    def _deepen_or_widen(self) -> bool:
-        """While the verification is delayed by others' prompts there is more to build. Returns False if not."""
-        unfinished, extensible = self._unfinished(), self._extensible()
-        if self._pace.overdue and (unfinished or extensible):
-            self._pace.extend()
-        elif unfinished or not extensible or not self._pace.has_spare_time(len(extensible)):
-            return False
-        if not unfinished:
-            self._fork(extensible)
-        return True
-
-    def _unfinished(self) -> list[Sequence]:
-        """Sequences whose trees may rest before they are full; not for the step past the last draft alone."""
-        return [sequence for sequence in self._sequences if sequence.steps_left > 1]
-
-    def _extensible(self) -> list[Sequence]:
-        """Sequences whose trees are done and may get another wave once the verification is overdue."""
-        most = _MOST_BRANCHES * self._config.most_branches
-        if not self._depth:
-            return []
-        recent = filter(self._sequences.is_recent, self._sequences)
-        return [s for s in recent if 0 < len(s.branches) < most and not s.is_exhausted]
-
     def seconds_until_overdue(self) -> float:
         """How long to wait for an outcome before there is work again; infinite if there will be none."""
-        return self._pace.seconds_until_overdue() if self._unfinished() or self._extensible() else math.inf
+        return self._planner.seconds_until_more()
 
     def _prefill(self, sequence: Sequence, seconds: float) -> Forwards:
         """One chunk of a prompt, of about this length in time."""
@@ -355,36 +336,17 @@ class DraftEngine:
 
     def _fork(self, sequences: list[Sequence]) -> None:
         """Hang a wave of branches: at row j the top candidates without the trunk's own next token."""
-        width, depth = self._plan(sequences)
+        width, depth = self._planner.shape(sequences)
         for sequence in sequences:
             built = {(branch.offset, branch.tokens[0]) for branch in sequence.branches}
             outcomes = self._forecast.outcomes(sequence, len(built) + width)
             outcomes = [outcome for outcome in outcomes if outcome not in built][:width]
             self._hang(sequence, outcomes, depth)
 
-    def _plan(self, sequences: list[Sequence]) -> tuple[int, int]:
-        """Branches of a wave for each, and their drafts: of what there is time for, what promises most."""
-        self._forecast.learn()
-        growing = len(sequences) + len(self._unfinished())  # what was begun before takes its share of each step
-        shapes = self._pace.shapes(growing, max(self._depth, 1))
-        sampled = sum(sequence.samples for sequence in sequences) / len(sequences)
-        depth, width = max(shapes, key=lambda shape: self._forecast.expected_drafts(*shape, sampled))
-        self._latest_size = (width, depth)
-        return width, depth
-
-    @property
-    def _most_steps(self) -> int:
-        """By which a wave grows if there is time.
-
-        One more than is handed out: it computes the KV and the candidates of the last draft, so that a hit
-        needs no glue.
-        """
-        return max(self._depth, 1) + 1
-
     def _hang(self, sequence: Sequence, outcomes: list[tuple[int, int]], depth: int) -> None:
         """A wave that bets on these outcomes, with so many drafts planned for each; the target hears of it."""
         sequence.fork_due = False
-        sequence.hang(outcomes, self._most_steps, self._most_steps - depth)
+        sequence.hang(outcomes, self._planner.most_steps, self._planner.most_steps - depth)
         self._latest_fan_out = np.bincount([o for o, _ in outcomes], minlength=len(sequence.trunk) + 1).tolist()
         if outcomes:
             self._outbox.add_branches(sequence, self._sequences.round_id, outcomes, depth)
@@ -393,21 +355,21 @@ class DraftEngine:
         """One token for each branch of all waves, in one flat batch."""
         began = time.perf_counter()
         groups, grown, tips = [], [], []
-        for sequence, count in self._growing_branches(sequences):
-            slots = self._sequences.take_slots(count, sequences)
+        for sequence in self._planner.growing(sequences):
+            slots = self._sequences.take_slots(len(sequence.wave), sequences)
             if slots is None:
                 sequence.rest()  # what is built stays; it just grows no deeper
                 continue
             for branch, slot in zip(sequence.wave, slots.tolist()):
                 branch.slots.append(slot)
             groups.append(sequence.branch_group(slots))
-            grown.append((sequence, count))
-            tips += sequence.wave[:count]
+            grown.append(sequence)
+            tips += sequence.wave
         if not groups:
             return
         top = yield groups, None
         candidates = self._candidates(*top)
-        owners = [sequence for sequence, count in grown for _ in range(count)]
+        owners = [sequence for sequence in grown for _ in sequence.wave]
         depths = [len(branch.tokens) - 1 for branch in tips]
         token_ids, laws = self._drawer.next_tokens(owners, candidates, depths, self._forecast.fan_out())
         for branch, token_id, after in zip(tips, token_ids, candidates):
@@ -418,31 +380,10 @@ class DraftEngine:
         self._outbox.add_tree_step(seconds)
         self._pace.observe_step(len(tips), seconds)
 
-    def _growing_branches(self, sequences: list[Sequence]) -> list[tuple[Sequence, int]]:
-        """How many of each wave's branches grow now: those that there is time for.
-
-        Those that would be late, or have no part in an optional step, grow no more.
-        """
-        total = sum(len(sequence.wave) for sequence in sequences)
-        optional = sum(len(sequence.wave) for sequence in sequences if not sequence.steps_due)
-        most = self._pace.branches_of_one_more_step(optional)
-        growing = []
-        for sequence in sequences:
-            count = len(sequence.wave)
-            if not sequence.steps_due:
-                count = count * most // optional
-            elif (on_time := self._pace.branches_on_time(total, sequence.steps_due)) < total:
-                count = max(on_time // len(sequences), 1)
-            del sequence.wave[count:]
-            if sequence.wave:
-                growing.append((sequence, len(sequence.wave)))
-            else:
-                sequence.steps_left = 0
-        return growing
-
-    def _push_growth(self, grown: list[tuple[Sequence, int]], token_ids: list[int], laws: dict[int, Law]) -> None:
+    def _push_growth(self, grown: list[Sequence], token_ids: list[int], laws: dict[int, Law]) -> None:
         row = 0
-        for index, (sequence, count) in enumerate(grown):
+        for index, sequence in enumerate(grown):
+            count = len(sequence.wave)
             self._outbox.add_growth(sequence, token_ids[row : row + count], laws.get(index))
             sequence.steps_left -= 1
             row += count

@@ -216,7 +216,7 @@ class GraphEngine(DraftEngine):
     def _fork_on_device(self, glued: list[Sequence], others: list[Sequence]) -> bool:
         """Enqueue glue, fork and steps, and take in the first; returns False if they do not fit a round."""
         sequences = [s for s in self._sequences if s in glued or s in others]
-        (width, depth), steps = self._plan(sequences), self._most_steps
+        (width, depth), steps = self._planner.shape(sequences), self._planner.most_steps
         count, known = sum(len(s.pending) for s in glued), sum(len(s.candidates) for s in others)
         if count + known > self._round.shape.max_rows or not self._fits(sequences, width * len(sequences), steps):
             return False

@@ -148,11 +148,11 @@ class Sequence:
         del self.candidates[kept + 1 :]
 
     def branch_group(self, slots: np.ndarray) -> Group:
-        """The tips of the wave, or of its first branches, whose KV goes to `slots` ([num_branches]).
+        """The tips of the wave, whose KV goes to `slots` ([num_branches]).
 
         Each tip attends to the trunk above it and to its own tail.
         """
-        branches = self.wave[: len(slots)]
+        branches = self.wave
         trunk = self.slots.view()
         tails = np.asarray([branch.slots for branch in branches], dtype=np.int64)  # [n, depth]
         depth = tails.shape[1]
