@@ -48,17 +48,21 @@ class Channel:
 
     def __init__(self, address: str, bind: bool, cores: Sequence[int] = ()) -> None:
         """`cores`: where ZeroMQ's own thread runs; empty leaves it where this process runs."""
-        self._context = zmq.Context()
-        for core in cores:
-            self._context.set(zmq.THREAD_AFFINITY_CPU_ADD, core)
-        self._socket = self._context.socket(zmq.PAIR)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.SNDHWM, _QUEUED_MESSAGES)
-        self._socket.setsockopt(zmq.RCVHWM, _QUEUED_MESSAGES)
+        self._open(zmq.PAIR, cores)
         if bind:
             self._socket.bind(address)
         else:
             self._socket.connect(address)
+
+    def _open(self, kind: int, cores: Sequence[int]) -> None:
+        """A socket of this kind, not yet bound or connected."""
+        self._context = zmq.Context()
+        for core in cores:
+            self._context.set(zmq.THREAD_AFFINITY_CPU_ADD, core)
+        self._socket = self._context.socket(kind)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        for option in (zmq.SNDHWM, zmq.RCVHWM):
+            self._socket.setsockopt(option, _QUEUED_MESSAGES)
 
     def send(self, data: bytes) -> bool:
         """Queue a message; False if the other end is not there or does not read."""

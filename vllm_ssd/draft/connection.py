@@ -13,7 +13,6 @@ from zmq.utils.monitor import recv_monitor_message
 from vllm_ssd.addresses import Keys
 from vllm_ssd.transport import Channel
 
-_QUEUED_MESSAGES = 1000
 _LAST_PAUSE = 1000  # ms between attempts to connect, at most
 _HUNG_UP = 3  # handshakes in a row that the other end broke off: no coincidence, as while it starts or ends
 _EVENTS = (
@@ -38,13 +37,7 @@ class Connection(Channel):
         self.is_refused = False
         """The two ends do not understand each other: keys that do not fit, or no draft at all."""
         self._hung_up = 0
-        self._context = zmq.Context()
-        for core in cores:
-            self._context.set(zmq.THREAD_AFFINITY_CPU_ADD, core)
-        self._socket = self._context.socket(zmq.DEALER)
-        for option in (zmq.SNDHWM, zmq.RCVHWM):
-            self._socket.setsockopt(option, _QUEUED_MESSAGES)
-        self._socket.setsockopt(zmq.LINGER, 0)
+        self._open(zmq.DEALER, cores)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, _LAST_PAUSE)
         self._socket.setsockopt(zmq.IPV6, int("[" in address))
         if keys is not None:

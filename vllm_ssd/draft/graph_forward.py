@@ -16,7 +16,7 @@ import torch
 from vllm_ssd.draft.batch import FlatBatch, causal_group, flatten
 from vllm_ssd.draft.graph_buffers import RowBuffers, Shape, Staging
 from vllm_ssd.draft.graph_decoder import GraphDecoder
-from vllm_ssd.draft.graph_rows import HostRows, host_rows, joined
+from vllm_ssd.draft.graph_rows import TRIAL_TOKENS, TRIAL_TOLERANCE, HostRows, host_rows, joined
 from vllm_ssd.draft.graph_runner import GraphRunner, bucket_of, buckets
 from vllm_ssd.draft.light_decoder import LightDecoder
 from vllm_ssd.kernels.tree_attention import rows_per_block
@@ -26,8 +26,6 @@ logger = logging.getLogger("vllm_ssd.draft")
 _MAX_ROWS = 512
 _MAX_SEQUENCES = 64
 _MAX_TAIL = 64
-_TRIAL_TOKENS = 8
-_TOLERANCE = 0.05  # of the largest logit: roundings of bfloat16, not another result
 
 
 def ready(light: LightDecoder, pools: Sequence[torch.Tensor], max_length: int, depth: int):
@@ -40,11 +38,11 @@ def ready(light: LightDecoder, pools: Sequence[torch.Tensor], max_length: int, d
         with torch.inference_mode():
             graphs = GraphForward(GraphDecoder(light), max_length, depth)
             graphs.warm_up(pools)
-            slots = np.arange(min(_TRIAL_TOKENS, pools[0].shape[1]))
+            slots = np.arange(min(TRIAL_TOKENS, pools[0].shape[1]))
             group = causal_group(slots.tolist(), 0, slots, slots)
             batches = [flatten([group], pools[0].device) for _ in range(2)]
             mine, plain = graphs.forward(batches[0], pools).float(), light.forward(batches[1], pools).float()
-            if (mine - plain).abs().max() <= _TOLERANCE * plain.abs().max():
+            if (mine - plain).abs().max() <= TRIAL_TOLERANCE * plain.abs().max():
                 return graphs
             reason = "its logits differ from those of the plain forward"
     except Exception as error:  # whatever it is, the plain forward needs none of it

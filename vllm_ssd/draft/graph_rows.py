@@ -11,6 +11,9 @@ import numpy as np
 
 from vllm_ssd.draft.batch import Group
 
+TRIAL_TOKENS = 8  # before a form over ragged rows is trusted it is held against the plain one, on so many
+TRIAL_TOLERANCE = 0.05  # of the largest logit: roundings of bfloat16, not another result
+
 
 @dataclasses.dataclass
 class HostRows:
