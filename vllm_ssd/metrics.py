@@ -52,7 +52,7 @@ class Totals:
     misses: int = 0
     """The tree held none."""
     late_rounds: int = 0
-    """Rounds in which a row's outcome was foreseen but its drafts were not all built in time."""
+    """Rounds in which a row's outcome was foreseen but has fewer drafts than were planned for it."""
     fallback_draft: int = 0
     """Misses that waited for the draft (JIT)."""
     fallback_ngram: int = 0

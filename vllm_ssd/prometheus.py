@@ -69,7 +69,7 @@ METRICS = (
     _counter("lookups_per_pos", "Lookups by the number of drafts the verification before accepted.", label="position"),
     _counter("hits_per_pos", "Hits by the number of drafts the verification before accepted.", label="position"),
     _counter("fallbacks", "What requests that missed took instead.", label="kind", values=_FALLBACKS),
-    _counter("late_rounds", "Rounds whose outcome was foreseen but not all built in time."),
+    _counter("late_rounds", "Rounds with an outcome that was foreseen but has fewer drafts than were planned."),
     _counter("drafted_tokens", "Draft tokens handed out for verification."),
     _counter("accepted_tokens", "Draft tokens that were accepted."),
     _counter("emitted_tokens", "Tokens that verifications emitted, bonus and recovery tokens included."),
