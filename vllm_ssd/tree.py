@@ -53,6 +53,13 @@ class Node:
             self._others[token_id] = node
         return node
 
+    def free_draft(self) -> None:
+        """What is drawn here next is the draft; the one that was stays a child."""
+        if self.draft is not None:
+            token_id = self.draft.token_id
+            others = {} if self._others is None else self._others
+            self._others, self.draft = {**others, token_id: self.draft}, None
+
     def add_draft(self, token_id: int, law: "TokenLaw | None", part: int = 0) -> "Node":
         """The child that was drawn here; the first one stays the draft, with its law."""
         if self.draft is not None:
@@ -121,7 +128,8 @@ class SpeculationTree:
         """Begin new branches; the earlier ones of this part grow no more.
 
         Branch i hangs below the first `length` committed tokens and `trunk[:offsets[i]]`, and
-        begins with `token_ids[i]`. Without token_ids, one branch begins at the trunk's end.
+        begins with `token_ids[i]`. Without token_ids, one branch begins at the trunk's end, for a row that
+        waits: it takes the place of what a step that was under way may have drawn there.
         `depth`: drafts that are planned for each.
         """
         start = next((node for at, node in reversed(self._starts) if at == length), None)
@@ -135,6 +143,7 @@ class SpeculationTree:
             self._bet(length, tips, part, depth)
         else:
             tips = [path[-1]]
+            tips[0].free_draft()
         self._tips[part] = tips
 
     def _bet(self, length: int, nodes: list[Node], part: int, depth: int) -> None:

@@ -322,6 +322,23 @@ def test_a_row_waits_until_its_drafts_are_there() -> None:
     game.assert_totals(misses=1, fallback_draft=1, fallback_none=0, drafted_tokens=3)
 
 
+@pytest.mark.parametrize("late", (7, 60))
+def test_a_step_that_was_under_way_does_not_hold_up_a_row_that_waits(late: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its draft comes after the outcome was sent and stays; what the row waits for hangs beside it, out of reach."""
+    monkeypatch.setattr("vllm_ssd.fallback._UNKNOWN_PATIENCE", 600.0)
+    game = waiting_game()
+    game.draft.push(Branches(0, 0, 4, [], [0], [5], K))  # begun, but nothing drawn yet
+
+    def answer() -> None:
+        game.draft.push(Growth(0, [late], None))
+        jit(game, 60, 61, 62)
+
+    game.draft.on_wait = answer
+    [proposal] = game.propose(game.row("a", [5]))
+    assert proposal.token_ids == [60, 61, 62]
+    assert len(game.draft.timeouts) == 1
+
+
 def test_rows_wait_together_and_hits_do_not() -> None:
     """A row that hit is made to wait, or one that waits gets the drafts of another."""
     game = waiting_game()

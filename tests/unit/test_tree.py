@@ -34,6 +34,8 @@ class NaiveTree:
         self._know(base, trunk)
         tips = [base + tuple(trunk[:offset]) + (t,) for offset, t in zip(offsets, token_ids, strict=True)]
         self.tips[part] = tips if token_ids else [base + tuple(trunk)]
+        if not token_ids:
+            self.first.pop(base + tuple(trunk), None)
         self.known.update(self.tips[part])
         if tips:
             self.bets.setdefault((length, part), (list(tips), depth))
