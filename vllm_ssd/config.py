@@ -205,6 +205,8 @@ def _check_threshold(config: SaguaroConfig) -> None:
     value = config.fallback_batch_threshold
     if value is not None and (not _is_int(value) or value < 0):
         _refuse("fallback_batch_threshold", value, "a whole number of at least 0, or null (measured)")
+    if value is not None and config.fallback != "auto":
+        _refuse("fallback_batch_threshold", value, f"null where `fallback` is {config.fallback!r}: it is for 'auto'")
 
 
 def _check_fan_out(config: SaguaroConfig) -> None:

@@ -22,6 +22,7 @@ from vllm_ssd.depth import DepthControl
 from vllm_ssd.statistics import LinearTime, MixedAcceptance
 
 _PROBE_EVERY = 32  # decisions between trials of waiting, to notice when it pays again
+_PROBE_SHARE = 0.02  # of the time between them, that a trial may take
 _UNKNOWN_PATIENCE = 1.0  # seconds to wait while nothing was measured
 _PATIENCE = 4.0  # times the expected wait
 _FORGET_WAIT = 0.8  # weight of the past at each wait: they are rare, and the first of an engine are slow
@@ -42,7 +43,7 @@ class FallbackRule:
         self._ngram_tokens = 1.0  # tokens a row emits after n-grams were looked up
         # Chance of a hit in the next round of a row that missed or not, by whether the batch waited.
         self._next_hit = {(missed, waited): 0.5 for missed in (True, False) for waited in (True, False)}
-        self._decisions = 0
+        self._decisions, self._seconds_since = 0, 0.0  # since the last trial
 
     def observe_wait(self, num_drafts: int, seconds: float) -> None:
         """Waiting for `num_drafts` drafts took `seconds`."""
@@ -67,6 +68,7 @@ class FallbackRule:
         """
         if seconds > _LONGEST_ROUND:
             return
+        self._seconds_since += seconds
         self._emitted = _FORGET_ROUND * self._emitted + num_emitted
         self._seconds = _FORGET_ROUND * self._seconds + seconds
 
@@ -87,14 +89,21 @@ class FallbackRule:
         if self._threshold is not None:
             return depth if len(hits) + misses <= self._threshold else 0
         self._acceptance.sampled_share = self._depth.sampled_share
-        self._decisions += 1
-        if not self._wait_time.known or self._decisions % _PROBE_EVERY == 0:
+        if not self._wait_time.known or self._is_time_for_a_trial(depth):
             return depth
         worth_of_hit = self._worth_of_hit(depth)
         return max(
             range(depth, -1, -1),
             key=lambda m: self._gain(hits, misses, m) + self._hits_after(hits, misses, m) * worth_of_hit,
         )
+
+    def _is_time_for_a_trial(self, depth: int) -> bool:
+        self._decisions += 1
+        affordable = self._wait_time.seconds(depth) <= _PROBE_SHARE * self._seconds_since
+        if self._decisions < _PROBE_EVERY or not affordable:
+            return False
+        self._decisions, self._seconds_since = 0, 0.0
+        return True
 
     def _hits_after(self, hits: Sequence[int], misses: int, wanted: int) -> float:
         """Expected rows that hit in the next round."""

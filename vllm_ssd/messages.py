@@ -90,9 +90,10 @@ class Failed(msgspec.Struct, array_like=True, frozen=True, tag=11):
 
 
 class Branches(msgspec.Struct, array_like=True, frozen=True, tag=12):
-    """New branches of one sequence: where they hang and which token each begins with.
+    """Branches of one sequence that grow from now on: where they hang and which token each begins with.
 
-    A branch hangs below the committed tokens up to `length`, then `trunk[:offset]`.
+    A branch hangs below the committed tokens up to `length`, then `trunk[:offset]`. Those that had rested
+    bring the drafts that were built before.
     """
 
     seq_id: int
@@ -102,6 +103,7 @@ class Branches(msgspec.Struct, array_like=True, frozen=True, tag=12):
     offsets: list[int]  # [num_branches]
     token_ids: list[int]  # [num_branches]; empty: one branch that begins at the trunk's end
     depth: int = 0  # drafts that are planned for each: there should be time for them
+    drafts: list[list[int]] = []  # [num_branches], of those that had rested; empty: they are new
 
 
 class Growth(msgspec.Struct, array_like=True, frozen=True, tag=13):

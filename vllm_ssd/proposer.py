@@ -301,8 +301,10 @@ class Proposer:
                 continue
             self._check(item.token_ids)
             if isinstance(item, Branches):
-                request.tree.hang(item.length, item.trunk, item.offsets, item.token_ids, part, item.depth)
-                self.totals.branches += len(item.token_ids)
+                for drafts in item.drafts:
+                    self._check(drafts)
+                request.tree.hang(item.length, item.trunk, item.offsets, item.token_ids, part, item.depth, item.drafts)
+                self.totals.branches += 0 if item.drafts else len(item.token_ids)
             else:
                 law = None if item.law is None else unpack_law(item.law, len(item.token_ids))
                 if law is not None and law[0].size:

@@ -70,6 +70,12 @@ class Node:
         return self.draft
 
 
+def _descend(node: Node, token_ids: Sequence[int]) -> Node:
+    for token_id in token_ids:
+        node = node.child(token_id)
+    return node
+
+
 @dataclass(frozen=True)
 class TokenLaw:
     """Sparse distribution of one token."""
@@ -124,13 +130,14 @@ class SpeculationTree:
         token_ids: Sequence[int],
         part: int = 0,
         depth: int = 0,
+        drafts: Sequence[Sequence[int]] = (),
     ) -> None:
-        """Begin new branches; the earlier ones of this part grow no more.
+        """Begin new branches, or go on with earlier ones; the others of this part grow no more.
 
         Branch i hangs below the first `length` committed tokens and `trunk[:offsets[i]]`, and
         begins with `token_ids[i]`. Without token_ids, one branch begins at the trunk's end, for a row that
         waits: it takes the place of what a step that was under way may have drawn there.
-        `depth`: drafts that are planned for each.
+        `depth`: drafts that are planned for each. `drafts`: what was built of each before.
         """
         start = next((node for at, node in reversed(self._starts) if at == length), None)
         if start is None:  # too old to matter, or never known: grow it beside the tree
@@ -140,7 +147,10 @@ class SpeculationTree:
             path.append(path[-1].child(token_id))
         if token_ids:
             tips = [path[offset].child(token_id) for offset, token_id in zip(offsets, token_ids, strict=True)]
-            self._bet(length, tips, part, depth)
+            if drafts:
+                tips = [_descend(tip, built) for tip, built in zip(tips, drafts, strict=True)]
+            else:
+                self._bet(length, tips, part, depth)
         else:
             tips = [path[-1]]
             tips[0].free_draft()

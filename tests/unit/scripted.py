@@ -151,12 +151,19 @@ class Target:
         else:
             places = list(zip(item.offsets, item.token_ids, strict=True))
             bets = [Bet(item.seq_id, base + tuple(item.trunk[:offset]) + (token,)) for offset, token in places]
+            if item.drafts:
+                self._open[item.seq_id] = [self._found(bet, list(built)) for bet, built in zip(bets, item.drafts)]
+                return
             for offset in sorted(set(item.offsets)):
                 excluded = item.trunk[offset] if offset < len(item.trunk) else None
                 hung = [token for at, token in places if at == offset]
                 self.forks.append(Fork(base + tuple(item.trunk[:offset]), excluded, hung))
         self._open[item.seq_id] = bets
         self.bets.extend(bets)
+
+    def _found(self, bet: Bet, chain: list[int]) -> Bet:
+        """The branch that was begun before and has these drafts."""
+        return next(b for b in self.bets if (b.seq_id, b.prefix, b.chain) == (bet.seq_id, bet.prefix, chain))
 
     def _grow(self, item: Growth) -> None:
         bets = self._open[item.seq_id]

@@ -44,6 +44,7 @@ RIGHT = [
     *({"size_hint": value} for value in (True, False)),
     *({"fallback": value} for value in ("auto", "draft", "ngram", "none")),
     *({"fallback_batch_threshold": value} for value in (None, 0, 64)),
+    *({"fallback": value, "fallback_batch_threshold": None} for value in ("draft", "ngram")),
     {"prompt_lookup_min": 4, "prompt_lookup_max": 4},
     *({"draft_devices": value} for value in (None, ["cuda:4", "cuda:5"], ["cpu:1", "cpu:1", "cpu:2-3"])),
     {"trust_remote_code": True, "revision": "main", "draft_device": "cpu:1"},
@@ -68,6 +69,14 @@ def test_wrong_values_are_refused_by_key_and_value(key: str, value: Any) -> None
     assert repr(key) in message
     assert repr(value) in message
     assert "must be" in message
+    assert_one_sentence(message)
+
+
+@pytest.mark.parametrize("fallback", ("draft", "ngram", "none"))
+def test_a_batch_threshold_is_refused_where_it_says_nothing(fallback: str) -> None:
+    """It is ignored, and the user believes that batches are told apart."""
+    message = message_of({**REQUIRED, "fallback": fallback, "fallback_batch_threshold": 4})
+    assert "fallback_batch_threshold" in message and repr(fallback) in message
     assert_one_sentence(message)
 
 

@@ -218,6 +218,43 @@ def test_of_the_shapes_that_fit_the_most_promising_is_built(
     assert (hung[-1].depth, len(hung[-1].token_ids)) == expected
 
 
+@pytest.mark.parametrize("temperature", (0.0, 0.9))
+def test_branches_that_were_cut_short_grow_while_the_verification_is_overdue(
+    temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Less probable outcomes are bet on instead, or the draft idles; or a branch goes on with the KV of another."""
+    monkeypatch.setattr(engine_module, "Pace", OfThisShape)
+    overdue = iter((True, True))
+    monkeypatch.setattr(OfThisShape, "overdue", property(lambda pace: next(overdue, False)))
+    monkeypatch.setattr(OfThisShape, "branches_of_one_more_step", lambda pace, num_branches: min(num_branches, 1))
+    target, _ = make(tree_budget="auto")
+    target.tell([target.start(0, PROMPT, temperature=temperature)])
+    assert target.run()
+    hung = [item for push in target.pushes for item in push.items if isinstance(item, Branches)]
+    assert [(len(item.token_ids), list(map(len, item.drafts))) for item in hung] == [(3, []), (2, [2, 2]), (3, [])]
+    assert sorted(len(bet.chain) for bet in target.bets) == [2, 2, K, K + 1, K + 1, K + 1]
+    for bet in target.bets:
+        for i, (token, law) in enumerate(zip(bet.chain, bet.laws, strict=True)):
+            logits = context_logits(bet.prefix + tuple(bet.chain[:i]))
+            assert law is not None or token == logits.argmax()
+            if law is not None:
+                reference = reference_law(logits, VOCABULARY, temperature, 0, 1.0, 1, 1.0)
+                assert np.allclose(law[1], reference[law[0]], atol=1e-5)
+    bet = max(target.bets[1:3], key=lambda bet: len(bet.chain))  # one that had been cut short wins
+    target.tell(outcomes=[target.outcome(0, bet.prefix[len(PROMPT) :], bet.chain[:K])])
+    assert target.run()
+    assert all(b.prefix[: len(bet.prefix)] == bet.prefix for b in target.branches(0))
+
+
+def test_a_full_pool_does_not_make_the_draft_spin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Branches that get no KV slot are taken up again and again."""
+    monkeypatch.setattr(Pace, "overdue", property(lambda pace: True))
+    target, _ = make(num_slots=len(PROMPT) + 4, tree_budget="auto")
+    target.tell([target.start(0, PROMPT)], verify_seconds=1e-6)
+    assert target.run(200)
+    assert len(target.pushes) < 20
+
+
 def test_a_tree_that_joins_growing_ones_takes_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is planned as if it grew alone, and all are late."""
     asked = []

@@ -84,6 +84,8 @@ def test_a_fixed_width_is_kept(clock: Clock) -> None:
     clock.now += 1.0
     assert pace.branches_on_time(50, 3) == 50 and pace.lets_step(1)
     assert not pace.overdue
+    pace.begin_round(5.0, clock.now, observe=False)  # news of a delay
+    assert not pace.has_spare_time(1)
 
 
 def test_nothing_known_takes_a_usual_width(clock: Clock) -> None:

@@ -323,7 +323,9 @@ def test_a_row_waits_until_its_drafts_are_there() -> None:
 
 
 @pytest.mark.parametrize("late", (7, 60))
-def test_a_step_that_was_under_way_does_not_hold_up_a_row_that_waits(late: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_was_under_way_does_not_hold_up_a_row_that_waits(
+    late: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its draft comes after the outcome was sent and stays; what the row waits for hangs beside it, out of reach."""
     monkeypatch.setattr("vllm_ssd.fallback._UNKNOWN_PATIENCE", 600.0)
     game = waiting_game()

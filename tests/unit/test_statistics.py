@@ -238,13 +238,22 @@ def test_good_ngrams_save_the_wait() -> None:
     assert fallback.drafts_to_wait_for([], 1, K) == 0
 
 
-def test_it_tries_to_wait_before_anything_is_known_and_now_and_then() -> None:
-    """The cost of waiting is never measured, or only once."""
+@pytest.mark.parametrize(
+    ("wait", "rounds", "least", "most"), ((0.003, 320, 5, 10), (0.05, 5000, 5, 20), (1.0, 20_000, 1, 3))
+)
+def test_it_tries_to_wait_before_anything_is_known_and_now_and_then(
+    wait: float, rounds: int, least: int, most: int
+) -> None:
+    """The cost of waiting is never measured, only once, or so often that a slow draft halves the throughput."""
     fallback = rule()
     assert fallback.drafts_to_wait_for([K] * 31, 1, K) == K
-    waited(fallback, 0.05)
-    decisions = [fallback.drafts_to_wait_for([K] * 31, 1, K) for _ in range(100)]
-    assert 0 < sum(wanted > 0 for wanted in decisions) <= 5
+    waited(fallback, wait)
+    tried = 0
+    for _ in range(rounds):
+        tried += fallback.drafts_to_wait_for([K] * 31, 1, K) > 0
+        fallback.observe_round(80, 0.03)
+    assert least <= tried <= most
+    assert tried * K * wait <= 0.02 * rounds * 0.03 + K * wait
 
 
 def test_a_wait_is_priced_by_what_other_rounds_bring() -> None:

@@ -28,16 +28,26 @@ class NaiveTree:
         self.planned = 0
 
     def hang(
-        self, length: int, trunk: Sequence[int], offsets: Sequence[int], token_ids: Sequence[int], part: int, depth: int
+        self,
+        length: int,
+        trunk: Sequence[int],
+        offsets: Sequence[int],
+        token_ids: Sequence[int],
+        part: int,
+        depth: int,
+        drafts: Sequence[Sequence[int]],
     ) -> None:
         base = tuple(self.history[:length])
         self._know(base, trunk)
         tips = [base + tuple(trunk[:offset]) + (t,) for offset, t in zip(offsets, token_ids, strict=True)]
-        self.tips[part] = tips if token_ids else [base + tuple(trunk)]
-        if not token_ids:
+        self.known.update(tips)
+        for tip, built in zip(tips, drafts):
+            self._know(tip, built)
+        self.tips[part] = [tip + tuple(built) for tip, built in zip(tips, drafts)] if drafts else list(tips)
+        if not token_ids:  # for a row that waits
+            self.tips[part] = [base + tuple(trunk)]
             self.first.pop(base + tuple(trunk), None)
-        self.known.update(self.tips[part])
-        if tips:
+        if tips and not drafts:
             self.bets.setdefault((length, part), (list(tips), depth))
 
     def grow(self, token_ids: Sequence[int], laws: Sequence[int], part: int) -> None:
@@ -110,8 +120,9 @@ def test_any_order_of_events_agrees_with_the_naive_tree(parts: int, data: st.Dat
             branches = data.draw(st.lists(st.tuples(st.integers(0, len(trunk)), token), max_size=4))
             offsets, token_ids = [b[0] for b in branches], [b[1] for b in branches]
             depth = data.draw(st.integers(1, 3))
-            tree.hang(length, trunk, offsets, token_ids, part, depth)
-            naive.hang(length, trunk, offsets, token_ids, part, depth)
+            built = data.draw(st.lists(tokens, min_size=len(token_ids), max_size=len(token_ids)) | st.just([]))
+            tree.hang(length, trunk, offsets, token_ids, part, depth, built)
+            naive.hang(length, trunk, offsets, token_ids, part, depth, built)
         limit = data.draw(st.integers(0, 6))
         chain = [(node.token_id, int(node.law.token_ids[0]), node.part) for node in tree.drafts(limit)]
         assert chain == naive.drafts(limit)

@@ -210,10 +210,10 @@ class DraftEngine:
             yield from self._tree_step(growing)
         elif prefill:
             yield from self._prefill(prefill[0], self.prefill_seconds)
-        elif (to_widen := self._planner.to_widen()) is None:
+        elif (to_extend := self._planner.to_extend()) is None:
             return False
-        elif to_widen:
-            self._fork(to_widen)
+        else:
+            self._extend(to_extend)
         if prefill and (glue or growing):
             yield from self._prefill(prefill[0], _BUSY_PREFILL_SECONDS)
         self.busy_seconds += time.perf_counter() - began
@@ -343,6 +343,18 @@ class DraftEngine:
             outcomes = [outcome for outcome in outcomes if outcome not in built][:width]
             self._hang(sequence, outcomes, depth)
 
+    def _extend(self, sequences: list[Sequence]) -> None:
+        """Branches that were cut short grow again; trees without such get another wave."""
+        whole = []
+        for sequence in sequences:
+            if short := sequence.short_branches(self._planner.depth):
+                sequence.resume(short, self._planner.most_steps)
+                self._outbox.add_resumed(sequence, self._sequences.round_id)
+            else:
+                whole.append(sequence)
+        if whole:
+            self._fork(whole)
+
     def _hang(self, sequence: Sequence, outcomes: list[tuple[int, int]], depth: int) -> None:
         """A wave that bets on these outcomes, with so many drafts planned for each; the target hears of it."""
         sequence.fork_due = False
@@ -359,6 +371,7 @@ class DraftEngine:
             slots = self._sequences.take_slots(len(sequence.wave), sequences)
             if slots is None:
                 sequence.rest()  # what is built stays; it just grows no deeper
+                sequence.is_exhausted = True
                 continue
             for branch, slot in zip(sequence.wave, slots.tolist()):
                 branch.slots.append(slot)

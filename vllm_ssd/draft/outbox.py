@@ -39,6 +39,14 @@ class Outbox:
         trunk, length = list(sequence.trunk), len(sequence.tokens)
         self._items.append(Branches(sequence.seq_id, round_id, length, trunk, offsets, token_ids, depth))
 
+    def add_resumed(self, sequence: Sequence, round_id: int) -> None:
+        """The branches of the wave had rested, and grow again."""
+        offsets = [branch.offset for branch in sequence.wave]
+        token_ids = [branch.tokens[0] for branch in sequence.wave]
+        drafts = [branch.tokens[1:] for branch in sequence.wave]
+        trunk, length = list(sequence.trunk), len(sequence.tokens)
+        self._items.append(Branches(sequence.seq_id, round_id, length, trunk, offsets, token_ids, drafts=drafts))
+
     def add_growth(self, sequence: Sequence, token_ids: list[int], law: Law | None) -> None:
         """The latest branches, or the first of them, grew by one token each."""
         self._items.append(Growth(sequence.seq_id, token_ids, law))

@@ -101,7 +101,8 @@ class Pace:
 
     def has_spare_time(self, sequences: int) -> bool:
         """Whether so many trees may get further branches: the verification is known to take long."""
-        return self._delayed and self._branches_within(self._seconds_until(_DEVIATIONS)) >= sequences
+        most = self._branches_within(self._seconds_until(_DEVIATIONS)) if self._timed else 0
+        return self._delayed and self._fixed is None and most >= sequences
 
     @property
     def overdue(self) -> bool:

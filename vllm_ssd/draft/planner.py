@@ -74,8 +74,8 @@ class Planner:
         """Sequences whose trees may rest before they are full; not for the step past the last draft alone."""
         return [sequence for sequence in self._sequences if sequence.steps_left > 1]
 
-    def to_widen(self) -> list[Sequence] | None:
-        """With nothing else to do: trees that get another wave, for the verification is delayed by others' prompts.
+    def to_extend(self) -> list[Sequence] | None:
+        """With nothing else to do: trees that get more, for the verification is delayed by others' prompts.
 
         None if it is not; empty if there is time again for trees that rest.
         """
@@ -87,12 +87,13 @@ class Planner:
         return [] if unfinished else extensible
 
     def _extensible(self) -> list[Sequence]:
-        """Sequences whose trees are done and may get another wave."""
+        """Sequences whose trees are done, and may get deeper or another wave."""
         if not self.depth:
             return []
         most = _MOST_WAVES * self._most_branches
         recent = filter(self._sequences.is_recent, self._sequences)
-        return [s for s in recent if 0 < len(s.branches) < most and not s.is_exhausted]
+        trees = [sequence for sequence in recent if sequence.branches and not sequence.is_exhausted]
+        return [s for s in trees if len(s.branches) < most or s.short_branches(self.depth)]
 
     def seconds_until_more(self) -> float:
         """How long to wait for an outcome before there is work again; infinite if there will be none."""

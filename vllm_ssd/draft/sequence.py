@@ -42,7 +42,7 @@ class Sequence:
         self.candidates: list[Candidates] = []
         self.branches: list[Branch] = []  # all that hang on the trunk, in waves
         self.wave: list[Branch] = []  # those that grow: all of one length, the most probable first
-        self.is_exhausted = False  # there is no outcome left to bet on
+        self.is_exhausted = False  # no outcome is left to bet on, or no KV slot
         self.wanted = 0  # JIT drafts still to build before the tree
         self.fork_due = False
         self.steps_left = 0  # tree steps until the branches are full
@@ -99,6 +99,17 @@ class Sequence:
         self.steps_left = steps if self.wave else 0
         self.optional_steps = optional_steps
         self.is_exhausted = not self.wave
+
+    def short_branches(self, num_drafts: int) -> list[Branch]:
+        """Branches that have fewer drafts, the same number each; those of the first wave that has such."""
+        short = [branch for branch in self.branches if len(branch.tokens) <= num_drafts]
+        return [branch for branch in short if len(branch.tokens) == len(short[0].tokens)]
+
+    def resume(self, branches: list[Branch], steps: int) -> None:
+        """Let branches of one length that had rested grow again, to so many tokens in all; the last is optional."""
+        self.wave = branches
+        self.steps_left = steps - (len(branches[0].tokens) - 1)
+        self.optional_steps = 1
 
     def rest(self) -> None:
         """Nothing is to be built until the next outcome; what was built stays."""
