@@ -38,6 +38,7 @@ class FallbackRule:
         self._threshold = config.fallback_batch_threshold
         self._depth = depth
         self._wait_time = LinearTime(_FORGET_WAIT)  # by number of drafts waited for
+        self._came = 1.0  # part of the drafts waited for that came in time
         self._emitted = self._seconds = 0.0  # of the whole batch, over the recent rounds
         self._acceptance = MixedAcceptance(config.num_speculative_tokens)  # of drafts that were waited for
         self._ngram_tokens = 1.0  # tokens a row emits after n-grams were looked up
@@ -45,9 +46,10 @@ class FallbackRule:
         self._next_hit = {(missed, waited): 0.5 for missed in (True, False) for waited in (True, False)}
         self._decisions, self._seconds_since = 0, 0.0  # since the last trial
 
-    def observe_wait(self, num_drafts: int, seconds: float) -> None:
-        """Waiting for `num_drafts` drafts took `seconds`."""
+    def observe_wait(self, num_drafts: int, seconds: float, came: float = 1.0) -> None:
+        """Waiting for `num_drafts` drafts took `seconds`, and this part of them came."""
         self._wait_time.observe(num_drafts, seconds)
+        self._came += 0.5 * (came - self._came)
 
     def observe_waited(self, num_drafts: int, num_accepted: int, samples: bool) -> None:
         """Of drafts that a row waited for, so many were accepted: fewer than of others, after a miss."""
@@ -121,7 +123,8 @@ class FallbackRule:
         if wanted == 0:
             load, tokens, waited = 1.0, self._ngram_tokens, 0.0
         else:
-            load, tokens = 1.0 + wanted, self._acceptance.expected_tokens(wanted)
+            load = 1.0 + wanted
+            tokens = 1.0 + self._came * (self._acceptance.expected_tokens(wanted) - 1.0)
             waited = self._wait_time.seconds(wanted)
         num_tokens = sum(hits) + len(hits) + misses * load
         verify = self._depth.verify_seconds_of(num_tokens)

@@ -267,7 +267,8 @@ class Proposer:
                 if len(turn.proposals[i].token_ids) >= wanted or request.declined or not self._knows(turn.rows[i]):
                     del open_rows[i]
         if self._draft.state is State.UP:
-            self._fallback.observe_wait(max(turn.waiting.values()), time.perf_counter() - began)
+            came = sum(len(turn.proposals[i].token_ids) for i in turn.waiting) / sum(turn.waiting.values())
+            self._fallback.observe_wait(max(turn.waiting.values()), time.perf_counter() - began, came)
 
     def _tell_the_others(self, turn: _Turn) -> None:
         """What the rows that waited go on with, for the drafts that did not build it."""

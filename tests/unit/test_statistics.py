@@ -256,6 +256,18 @@ def test_it_tries_to_wait_before_anything_is_known_and_now_and_then(
     assert tried * K * wait <= 0.02 * rounds * 0.03 + K * wait
 
 
+def test_waits_that_bring_nothing_are_soon_given_up() -> None:
+    """While all rounds wait in vain their rate is poor, and waiting seems to cost nothing."""
+    fallback, waits = rule(), 0
+    for _ in range(20):
+        waited_for = fallback.drafts_to_wait_for([], 2, K)
+        if waited_for:
+            waits += 1
+            fallback.observe_wait(waited_for, 1.0, came=0.0)
+        fallback.observe_round(2, 1.03 if waited_for else 0.03)
+    assert waits <= 3
+
+
 def test_a_wait_is_priced_by_what_other_rounds_bring() -> None:
     """A round after a miss is compared with itself: a poor one, and so it waits too long."""
     fallback = waited(rule(), 0.009)
