@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from vllm_ssd.config import SaguaroConfig
+from vllm_ssd.draft import engine as engine_module
 from vllm_ssd.draft.engine import DraftEngine
 from vllm_ssd.draft.engine_choice import agrees, make_engine, make_round
 from vllm_ssd.draft.forecast import Part
@@ -14,6 +15,7 @@ from vllm_ssd.draft.graph_decoder import GraphDecoder
 from vllm_ssd.draft.graph_engine import GraphEngine
 from vllm_ssd.draft.graph_round import GraphRound
 from vllm_ssd.draft.model import DraftModel
+from vllm_ssd.draft.pace import Pace
 from vllm_ssd.messages import Branches, Growth, Outcome, Round, Start, pack_tokens, unpack_law
 
 DRAFT = str(Path(__file__).parents[1] / "data" / "models" / "draft")
@@ -69,6 +71,11 @@ class Side:
         }
 
     def _take(self, item: Branches | Growth) -> None:
+        if isinstance(item, Branches) and item.drafts:  # they had rested
+            begun = {(offset, tuple(chain)): chain for offset, chain in self.trees[item.seq_id]}
+            chains = [(o, (t, *drafts)) for o, t, drafts in zip(item.offsets, item.token_ids, item.drafts)]
+            self.trees[item.seq_id] = [(chain[0], begun[chain]) for chain in chains]
+            return
         if isinstance(item, Branches):
             self.trees[item.seq_id] = [(offset, [token]) for offset, token in zip(item.offsets, item.token_ids)]
             return
@@ -113,6 +120,33 @@ def test_rounds_are_those_of_the_plain_engine(part: Part, monkeypatch: pytest.Mo
     assert len(forked) == 4  # in every round something was to be glued; hits beside it were forked with it
     for side in sides:
         side.play(5, finished=[0, 2], starts=[start(9, [1, 2])])
+    assert sides[0].usage == pytest.approx(sides[1].usage)
+
+
+class Shallow(Pace):
+    """Has time for one draft of five branches, then the verification is overdue for long."""
+
+    def shapes(self, sequences: int, depth: int) -> list[tuple[int, int]]:
+        return [(1, 5)]
+
+    def branches_of_one_more_step(self, num_branches: int) -> int:
+        return num_branches if self._extended else 0
+
+    @property
+    def overdue(self) -> bool:
+        return not self._extended
+
+
+def test_branches_of_a_shallow_plan_grow_when_the_verification_is_overdue(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the device left at the depth that was planned stays there, or goes on with the KV of others."""
+    monkeypatch.setattr(engine_module, "Pace", Shallow)
+    trees, sides = [], (Side(plain()), Side(on_device()))
+    for side in sides:
+        side.play(1, starts=[start(0, [308, 907, 12, 44]), start(1, [55, 2, 3001, 17, 4])])
+        trees.append(side.play(2, outcomes=[Outcome(0, 5, [7], [], 0), Outcome(1, 6, [3999], [], 0)]))
+        side.play(3, finished=[0, 1], starts=[start(9, [1, 2])])
+    assert trees[0] == trees[1]
+    assert {len(chain) for tree in trees[1].values() for chain in tree.values()} == {K + 1}
     assert sides[0].usage == pytest.approx(sides[1].usage)
 
 
