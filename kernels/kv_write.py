@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_ssd.kernels.launch import FLOATS, check_tensor, power_of_two, runs_kernel
+from vllm_ssd.kernels.launch import FLOATS, check_rows_apart, check_tensor, power_of_two, runs_kernel
 
 
 @triton.jit
@@ -132,6 +132,7 @@ def _check(qkv, positions, slots, table, pool, norm) -> tuple[int, int]:
         raise ValueError(f"qkv has head size {size}; it must be even and at most 256.")
     if tokens and qkv.stride(1) != size:
         raise ValueError(f"qkv has strides {qkv.stride()}; its heads must lie one after the other.")
+    check_rows_apart("qkv", qkv)
     check_tensor("positions", positions, (tokens,), torch.int32, device)
     check_tensor("slots", slots, (tokens,), torch.int32, device)
     check_tensor("table", table, (None, 2, size), FLOATS, device)

@@ -47,6 +47,12 @@ def check_tensor(
         raise ValueError(f"{name} has strides {tensor.stride()}; its last dimension must be dense.")
 
 
+def check_rows_apart(name: str, tensor: torch.Tensor) -> None:
+    """Raise `ValueError` if rows that a kernel writes share memory, as those of an expanded tensor do."""
+    if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride())):
+        raise ValueError(f"{name} has strides {tensor.stride()}; its rows must not share memory.")
+
+
 def power_of_two(count: int, least: int = 1) -> int:
     """The smallest power of two that is at least `count` and `least`."""
     return max(least, 1 << max(count - 1, 0).bit_length())

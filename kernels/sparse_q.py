@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_ssd.kernels.launch import check_tensor, power_of_two, runs_kernel
+from vllm_ssd.kernels.launch import check_rows_apart, check_tensor, power_of_two, runs_kernel
 
 _BLOCK = 1024  # columns of one program
 
@@ -89,6 +89,7 @@ def subtract_laws_torch(target: torch.Tensor, token_ids: torch.Tensor, probs: to
 
 def _check(token_ids: torch.Tensor, probs: torch.Tensor, rows: torch.Tensor, name: str) -> tuple[int, int, int]:
     check_tensor(name, rows, (None, None), torch.float32, rows.device, contiguous=False)
+    check_rows_apart(name, rows)
     check_tensor("token_ids", token_ids, (rows.shape[0], None), torch.int32, rows.device)
     check_tensor("probs", probs, tuple(token_ids.shape), torch.float32, rows.device)
     if not 1 <= token_ids.shape[1] <= 1024:

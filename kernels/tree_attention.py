@@ -226,8 +226,9 @@ def tree_attention(
 
     `queries`: [R, H, E] float16, bfloat16 or float32, its last dimension dense. `pool`: [2 * G, num_slots, E] of
     the same dtype, keys of all KV heads and then values, contiguous. Slots that the lengths name
-    must lie in the pool; the others are not read. `workspace` says into how many splits a trunk is cut
-    (one without it). Rows with a trunk must be in exactly one block.
+    must lie in the pool; the others are not read, nor is what no row of a block attends to. (What another row of
+    it does attend to must be finite: a NaN there reaches all of them.) `workspace` says into how many splits a
+    trunk is cut (one without it). Rows with a trunk must be in exactly one block.
 
     Raises `ValueError` for other shapes, dtypes, strides or devices.
     """
@@ -343,7 +344,11 @@ def _check(queries: torch.Tensor, pool: torch.Tensor, tree: Tree, workspace: Wor
     if tree.tail_slots.shape[1] > 64:
         raise ValueError(f"tail_slots holds {tree.tail_slots.shape[1]} slots a row; it must hold at most 64.")
     if workspace is not None:
-        splits = workspace.sums.shape[2]
+        splits = workspace.sums.shape[2] if workspace.sums.dim() == 4 else 0
+        if splits < 1:
+            raise ValueError(
+                f"workspace.sums has shape {tuple(workspace.sums.shape)}; it must hold at least one split."
+            )
         check_tensor("workspace.sums", workspace.sums, (None, heads, splits, 2), torch.float32, device)
         check_tensor("workspace.mixed", workspace.mixed, (None, heads, splits, head_size), torch.float32, device)
         if min(len(workspace.sums), len(workspace.mixed)) < rows:

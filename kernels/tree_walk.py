@@ -87,14 +87,15 @@ def _walk_kernel(
 
     # Along the trunk: the first place where it differs from what was emitted, or ends.
     place = tl.arange(0, K_PAD)
-    within = (place < tl.load(trunk_lengths + tree)) & (place < count) & (place < K)
+    trunk_length = tl.load(trunk_lengths + tree, mask=walks, other=0)
+    within = (place < trunk_length) & (place < count) & (place < K)
     same = tl.load(trunk + tree * K + place, mask=within, other=-1) == tl.load(emitted + place, mask=within, other=-2)
     agreed = tl.min(tl.where(within & same, K_PAD, place), axis=0)
     in_trunk = walks & (agreed >= count)
 
     # Down the chain that has the rest.
     chain = tl.arange(0, B_PAD)
-    real = chain < B
+    real = chain < tl.where(walks, B, 0)
     lengths = tl.load(chain_lengths + tree * B + chain, mask=real, other=0)
     deep = count - agreed
     fits = real & (tl.load(offsets + tree * B + chain, mask=real, other=-1) == agreed) & (lengths >= deep)
@@ -106,9 +107,9 @@ def _walk_kernel(
     winner = tl.where(in_chain, winner, 0)
 
     # What lies below is a piece of one array or the other.
-    left = tl.where(in_trunk, tl.load(trunk_lengths + tree) - count, 0)
-    left = tl.where(in_chain, tl.load(chain_lengths + tree * B + winner) - deep, left)
-    left = tl.minimum(left, tl.minimum(tl.load(limits + row), P))
+    left = tl.where(in_trunk, trunk_length - count, 0)
+    left = tl.where(in_chain, tl.load(chain_lengths + tree * B + winner, mask=in_chain, other=0) - deep, left)
+    left = tl.minimum(left, tl.maximum(tl.minimum(tl.load(limits + row), P), 0))
     tl.store(branch_out + row, tl.where(in_trunk, -2, tl.where(in_chain, winner, -1)))
     tl.store(counts_out + row, left)
     from_trunk = tree * K + count
@@ -204,7 +205,7 @@ def tree_walk_torch(
         walked.branch[row] = branch
         if branch == MISSED:
             continue
-        count = min(len(below), int(limits[row]), max_drafts)
+        count = min(len(below), max(int(limits[row]), 0), max_drafts)
         walked.counts[row] = count
         if branch == IN_TRUNK:
             drafts, ids, probs = trees.trunk[tree], trees.trunk_law_ids[tree], trees.trunk_law_probs[tree]

@@ -168,6 +168,16 @@ def test_more_sequences_than_the_buffers_hold_take_the_plain_step() -> None:
     assert Side(on_device(max_sequences=2)).play(1, starts=starts) == Side(plain()).play(1, starts=starts)
 
 
+def test_a_target_may_know_more_tokens_than_the_draft_has() -> None:
+    """Its padded vocabulary is larger, and the round on the device is refused."""
+    config = model_and_config()[1]
+    model = DraftModel(config, DEVICE, vocab_size=5000)
+    model.allocate_kv_cache(None, most_useful=NUM_SLOTS)
+    assert model.num_embeddings < 5000
+    side = Side(GraphEngine(model, config, NUM_SLOTS, make_round(model, config, WHOLE, 4, 64), seed=0))
+    assert side.play(1, starts=[start(0, [308, 907, 12, 44])])[0]
+
+
 def test_sampled_tokens_come_with_laws_that_hold_them() -> None:
     """The law pushed is not the one the token was drawn from, or greedy rows carry one."""
     side = Side(on_device(saguaro_c=0.6))

@@ -75,6 +75,7 @@ def test_the_twin_does_what_a_layer_does(device: torch.device) -> None:
     (
         (0, torch.zeros(4, 32, 4).transpose(1, 2), "qkv has strides"),
         (0, torch.zeros(4, 8, 32)[:, ::2], "heads must lie one after the other"),
+        (0, torch.zeros(1, 4, 32).expand(4, 4, 32), "must not share memory"),
         (0, torch.zeros(4, 4, 33), "head size 33"),
         (0, torch.zeros(4, 2, 32), "qkv has 2 heads"),
         (1, torch.zeros(4, dtype=torch.int64), "positions is int64"),

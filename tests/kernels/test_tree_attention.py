@@ -163,5 +163,7 @@ def test_a_workspace_that_is_too_small_is_refused() -> None:
     queries, pool = random_inputs(0, 2, 2, 1, 16, torch.float32, CPU)
     with pytest.raises(ValueError, match="workspace holds 1 rows"):
         tree_attention(queries, pool, random_tree(0, [2], 9, 3, 1, CPU), 1.0, Workspace.empty(1, 2, 2, 16, CPU))
+    with pytest.raises(ValueError, match="at least one split"):
+        tree_attention(queries, pool, random_tree(0, [2], 9, 3, 1, CPU), 1.0, Workspace.empty(2, 2, 0, 16, CPU))
     with pytest.raises(ValueError, match="backend is 'cuda'"):
         tree_attention(queries, pool, random_tree(0, [2], 9, 3, 1, CPU), 1.0, backend="cuda")

@@ -42,7 +42,7 @@ def random_trees(seed: int, longest: int, chains: int, depth: int, entries: int,
 def rows_of(seed: int, rows: int, most: int, device: torch.device) -> tuple[torch.Tensor, ...]:
     """row_tree, emitted, emitted_lengths, limits."""
     generator = np.random.default_rng(seed + 1)
-    shapes = ((-1, 3, (rows,)), (0, 2, (rows, most)), (0, most + 1, (rows,)), (0, 7, (rows,)))
+    shapes = ((-1, 3, (rows,)), (0, 2, (rows, most)), (0, most + 1, (rows,)), (-1, 7, (rows,)))
     return tuple(torch.from_numpy(generator.integers(*s).astype(np.int32)).to(device) for s in shapes)
 
 
@@ -50,7 +50,7 @@ def rows_of(seed: int, rows: int, most: int, device: torch.device) -> tuple[torc
 @given(
     seed=st.integers(0, 10_000),
     longest=st.integers(0, 4),
-    chains=st.integers(1, 6),
+    chains=st.integers(0, 6),
     depth=st.integers(1, 5),
     entries=st.integers(1, 5),
     rows=st.integers(0, 6),
@@ -63,6 +63,14 @@ def test_the_kernel_equals_its_twin(device, seed, longest, chains, depth, entrie
     kernel = tree_walk(trees, *arguments, 4, backend="triton")
     for mine, expected in zip(kernel, tree_walk(trees, *arguments, 4, backend="torch")):
         assert torch.equal(mine, expected)
+
+
+def test_rows_without_a_tree_read_none(device: torch.device) -> None:
+    """The lengths of a tree that is not there are read past the end of an empty tensor."""
+    none = Trees(*(tensor[:0] for tensor in dataclasses.astuple(random_trees(0, 2, 2, 2, 2, device))))
+    _, *row = rows_of(0, 2, 3, device)
+    walked = tree_walk(none, torch.full((2,), -1, dtype=torch.int32, device=device), *row, 4, backend="triton")
+    assert walked.branch.tolist() == [-1, -1] and walked.counts.tolist() == [0, 0]
 
 
 def test_the_twin_walks_as_the_speculation_tree_does() -> None:

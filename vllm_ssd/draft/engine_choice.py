@@ -85,12 +85,13 @@ def make_round(
 
     depth = config.num_speculative_tokens + 1
     candidates = candidates_wanted(config, part)
+    vocab_size = min(model.vocab_size, decoder.vocab_size)
     shape = Shape(
         max_rows=min(max_sequences * config.most_branches, _MAX_ROWS),
         max_sequences=max_sequences,
         max_length=max_length + depth,
         depth=depth,
-        width=min(max(candidates, config.draft_top_m), model.vocab_size),
+        width=min(max(candidates, config.draft_top_m), vocab_size),
         num_heads=decoder.num_heads,
         num_kv_heads=decoder.num_kv_heads,
         head_size=decoder.head_size,
@@ -98,7 +99,7 @@ def make_round(
         dtype=decoder.dtype,
     )
     with torch.inference_mode():
-        device_round = GraphRound(decoder, model.pools, shape, model.vocab_size, config.draft_top_m, candidates)
+        device_round = GraphRound(decoder, model.pools, shape, vocab_size, config.draft_top_m, candidates)
         device_round.warm_up()
     return device_round
 

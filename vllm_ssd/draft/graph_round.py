@@ -212,6 +212,7 @@ class GraphRound:
             self._values[part], self._token_ids[part] = fork(
                 logits, none, torch.full_like(none, width), width, self._vocab_size
             )
+            del logits  # one part in memory at a time
 
     def _step(self, bucket: int, per_block: int) -> None:
         """One token for each row; then the counter goes on."""
