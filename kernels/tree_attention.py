@@ -344,12 +344,10 @@ def _check(queries: torch.Tensor, pool: torch.Tensor, tree: Tree, workspace: Wor
     if tree.tail_slots.shape[1] > 64:
         raise ValueError(f"tail_slots holds {tree.tail_slots.shape[1]} slots a row; it must hold at most 64.")
     if workspace is not None:
-        splits = workspace.sums.shape[2] if workspace.sums.dim() == 4 else 0
-        if splits < 1:
-            raise ValueError(
-                f"workspace.sums has shape {tuple(workspace.sums.shape)}; it must hold at least one split."
-            )
-        check_tensor("workspace.sums", workspace.sums, (None, heads, splits, 2), torch.float32, device)
+        check_tensor("workspace.sums", workspace.sums, (None, heads, None, 2), torch.float32, device)
+        splits = workspace.sums.shape[2]
+        if not splits:
+            raise ValueError("workspace.sums has 0 splits; it must hold at least one split.")
         check_tensor("workspace.mixed", workspace.mixed, (None, heads, splits, head_size), torch.float32, device)
         if min(len(workspace.sums), len(workspace.mixed)) < rows:
             raise ValueError(f"workspace holds {len(workspace.sums)} rows; it must hold at least {rows}.")

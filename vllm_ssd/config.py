@@ -18,6 +18,8 @@ FALLBACKS = ("auto", "draft", "ngram", "none")
 LEAST_C = 0.001  # less would leave nothing of a draft's probabilities in float32
 AUTO_BRANCHES = 32
 """Branches a request with tree_budget "auto", if there is time for so many."""
+OVERDUE = 1.5
+"""Times the expected verification: what takes longer is delayed, and does not only vary."""
 
 
 @dataclasses.dataclass(frozen=True)

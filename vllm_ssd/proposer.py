@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from vllm_ssd.config import SaguaroConfig
+from vllm_ssd.config import OVERDUE, SaguaroConfig
 from vllm_ssd.depth import DepthControl
 from vllm_ssd.draft.group import DraftGroup
 from vllm_ssd.draft.link import DraftLink, State
@@ -24,7 +24,6 @@ logger = logging.getLogger("vllm.saguaro")
 
 _MOST_LOSSES = 2  # a sequence that each draft lost so often is not begun again
 _MOST_TOLD = 1 << 24  # bytes of prompts in a round; a shared draft takes no message of twice that
-_DELAYED = 1.5  # times what the draft expects of a verification: it should hear of that
 _LONGEST_WAIT = 1.0  # seconds a step may wait for JIT drafts, whatever was expected
 
 
@@ -141,7 +140,7 @@ class Proposer:
         self._receive()
         expected = self._depth.verify_seconds_of(self._num_tokens)
         self._num_tokens = max(num_tokens, 1)
-        self._send([], delayed=self._depth.verify_seconds_of(self._num_tokens) > _DELAYED * expected > 0.0)
+        self._send([], delayed=self._depth.verify_seconds_of(self._num_tokens) > OVERDUE * expected > 0.0)
 
     def observe_verify(self, num_tokens: int, seconds: float) -> None:
         """A decoding step of the target over `num_tokens` tokens took so long."""

@@ -8,7 +8,8 @@ therefore still reaches the right place if the target went its way, and costs no
 
 Several drafts may build parts of one tree. Each part has a frontier of its own, and where two of them
 draw after one prefix, the first that came stays the draft, with the law that it was drawn from: which
-one that is depends on when they came, never on what they drew.
+one that is depends on when they came, never on what they drew. So does what is drafted for a row that waits:
+it takes the place of a draft that came while it was asked for.
 
 Knows nothing about messages, models or vLLM.
 """
@@ -56,9 +57,8 @@ class Node:
     def free_draft(self) -> None:
         """What is drawn here next is the draft; the one that was stays a child."""
         if self.draft is not None:
-            token_id = self.draft.token_id
-            others = {} if self._others is None else self._others
-            self._others, self.draft = {**others, token_id: self.draft}, None
+            self._others = {**(self._others or {}), self.draft.token_id: self.draft}
+            self.draft = None
 
     def add_draft(self, token_id: int, law: "TokenLaw | None", part: int = 0) -> "Node":
         """The child that was drawn here; the first one stays the draft, with its law."""

@@ -34,18 +34,18 @@ class Outbox:
 
     def add_branches(self, sequence: Sequence, round_id: int, outcomes: list[tuple[int, int]], depth: int = 0) -> None:
         """New branches hang on the trunk, with `depth` drafts planned for each; without `outcomes` one at its end."""
-        offsets = [offset for offset, _ in outcomes]
-        token_ids = [token_id for _, token_id in outcomes]
-        trunk, length = list(sequence.trunk), len(sequence.tokens)
-        self._items.append(Branches(sequence.seq_id, round_id, length, trunk, offsets, token_ids, depth))
+        self._add(sequence, round_id, outcomes, depth=depth)
 
     def add_resumed(self, sequence: Sequence, round_id: int) -> None:
         """The branches of the wave had rested, and grow again."""
-        offsets = [branch.offset for branch in sequence.wave]
-        token_ids = [branch.tokens[0] for branch in sequence.wave]
-        drafts = [branch.tokens[1:] for branch in sequence.wave]
+        outcomes = [(branch.offset, branch.tokens[0]) for branch in sequence.wave]
+        self._add(sequence, round_id, outcomes, drafts=[branch.tokens[1:] for branch in sequence.wave])
+
+    def _add(self, sequence: Sequence, round_id: int, outcomes: list[tuple[int, int]], **fields) -> None:
+        offsets = [offset for offset, _ in outcomes]
+        token_ids = [token_id for _, token_id in outcomes]
         trunk, length = list(sequence.trunk), len(sequence.tokens)
-        self._items.append(Branches(sequence.seq_id, round_id, length, trunk, offsets, token_ids, drafts=drafts))
+        self._items.append(Branches(sequence.seq_id, round_id, length, trunk, offsets, token_ids, **fields))
 
     def add_growth(self, sequence: Sequence, token_ids: list[int], law: Law | None) -> None:
         """The latest branches, or the first of them, grew by one token each."""

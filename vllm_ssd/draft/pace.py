@@ -7,13 +7,12 @@ varies, the verifies and the steps. Knows nothing about models or sequences.
 import math
 import time
 
-from vllm_ssd.config import AUTO_BRANCHES
+from vllm_ssd.config import AUTO_BRANCHES, OVERDUE
 from vllm_ssd.statistics import Deviation, DriftingTime
 
 _DEVIATIONS = 3.0  # standard deviations of the times that a tree leaves free when it is planned
 _DEVIATIONS_UNDER_WAY = 0.5  # the same while it grows: what was planned is cut when it gets late, not before
 _LEAST_SHARE = 0.7  # on a restless machine too: narrow trees cost more than late ones
-_OVERDUE = 1.5  # times the expected verify: what only varies is not delayed
 _WIDTHS = (1, 2, 4, 6, 8, 12, 16, 24, AUTO_BRANCHES)  # few: each new shape costs a compilation on a CPU
 
 
@@ -39,7 +38,7 @@ class Pace:
         """
         if observe and self.verify_seconds > 0.0 and not (self._extended or self._delayed):
             self._verify_ratio.observe((began - self._began) / self.verify_seconds)
-        grows = verify_seconds > _OVERDUE * self.verify_seconds > 0.0
+        grows = verify_seconds > OVERDUE * self.verify_seconds > 0.0
         self._delayed = not observe and (grows or self._delayed)
         self.verify_seconds = verify_seconds
         self._extended = False
@@ -113,7 +112,7 @@ class Pace:
         """How long until then; infinite while nothing is expected."""
         if not self._timed or self._fixed is not None:
             return math.inf
-        return _OVERDUE * self.verify_seconds - self._elapsed
+        return OVERDUE * self.verify_seconds - self._elapsed
 
     @property
     def _timed(self) -> bool:
