@@ -66,7 +66,7 @@ class DepthControl:
         return self.depth
 
     def _best(self, rows: int) -> int:
-        if not self._verify_time.known:
+        if not self._verify_time.trusted:
             return self._most
         return max(
             range(self._most, -1, -1),

@@ -8,6 +8,8 @@ _FORGET_SHAPE = 0.998  # how the time grows with the load hardly changes
 _FORGET_LEVEL = 0.95  # how fast the device is, may
 _FORGET_ROW = 0.995  # the same at each row that is verified
 _STALL = 0.5  # a ratio that is farther from the mean tells of a stall
+_STALL_FACTOR = 3.0  # times the estimate: what takes longer is a stall
+_FEW = 5.0  # measurements of which one may be a stall that nothing tells of
 
 
 class LinearTime:
@@ -23,8 +25,8 @@ class LinearTime:
 
     def observe(self, load: float, seconds: float) -> None:
         """Add a measurement; an outlier far above the estimate counts as a stall, and is cut."""
-        if self._weight > 5.0:
-            seconds = min(seconds, 3.0 * self.seconds(load))
+        if self.trusted:
+            seconds = min(seconds, _STALL_FACTOR * self.seconds(load))
         self._weight = self._weight * self._forget + 1.0
         self._x = self._x * self._forget + load
         self._y = self._y * self._forget + seconds
@@ -35,6 +37,11 @@ class LinearTime:
     def known(self) -> bool:
         """Whether there is anything to estimate from."""
         return self._weight > 0.0
+
+    @property
+    def trusted(self) -> bool:
+        """Whether there is enough to tell a stall from what is usual."""
+        return self._weight > _FEW
 
     @property
     def spread(self) -> float:
@@ -96,19 +103,35 @@ class DriftingTime:
     """
 
     def __init__(self) -> None:
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
         self._shape = LinearTime(_FORGET_SHAPE)
         self._level = Deviation(forget=_FORGET_LEVEL)  # measured to expected
+        self._fast_in_a_row = 0
 
     def observe(self, load: float, seconds: float) -> None:
-        """Add a measurement."""
-        if self._shape.known:
-            self._level.observe(seconds / self._shape.seconds(load))
+        """Add a measurement; two in a row far below the estimate show that there are stalls in it, and end it.
+
+        The first steps of a process often are stalls, and would be remembered for a thousand steps.
+        """
+        expected = self._shape.seconds(load)
+        self._fast_in_a_row = self._fast_in_a_row + 1 if _STALL_FACTOR * seconds < expected else 0
+        if self._fast_in_a_row == 2:
+            self._begin_anew()
+        elif self._shape.known:
+            self._level.observe(seconds / expected)
         self._shape.observe(load, seconds)
 
     @property
     def known(self) -> bool:
         """Whether there is anything to estimate from."""
         return self._shape.known
+
+    @property
+    def trusted(self) -> bool:
+        """As of `LinearTime`."""
+        return self._shape.trusted
 
     @property
     def spread(self) -> float:

@@ -52,9 +52,9 @@ def check_law(continuations: list[list[int]], joint, what: str) -> None:
     assert min(found) > P_VALUE, f"{what}: p-values of successive pairs {found}"
 
 
-def check_drafts_took_part(before: dict, after: dict) -> None:
+def check_drafts_took_part(before: dict, after: dict, least: int = 400) -> None:
     accepted, drafted = (after[key] - before[key] for key in ("accepted_tokens", "drafted_tokens"))
-    assert drafted > 400, "too few drafts to say anything about them"
+    assert drafted > least, "too few drafts to say anything about them"
     assert 0.1 < accepted / drafted < 0.9
 
 
@@ -162,5 +162,7 @@ def test_law_of_prompts_of_one_token_that_join(waiting_engine, laws):
 @pytest.mark.parametrize("patch", ("flat_q", "q_of_another_row"))
 def test_the_test_notices_a_wrong_q(tiny_pair, laws, patch):
     with start(tiny_pair, patches=(patch,), fallback="draft") as engine:
+        before = engine.stats()
         found = p_values(sample(engine, SAMPLES, PROMPT, temperature=1.0), laws["plain"].joint())
+        check_drafts_took_part(before, engine.stats(), least=2000)
     assert min(found) < P_VALUE

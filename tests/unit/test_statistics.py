@@ -183,6 +183,19 @@ def test_drafting_comes_back_when_the_probes_go_well() -> None:
     assert usual_depth(control, rows=4) > 0
 
 
+@pytest.mark.parametrize("stalled", ({0}, {1}, {2}, {3}, {4}, {5}, {6}, {0, 1}, {0, 1, 2}), ids=str)
+def test_a_stall_among_the_first_steps_does_not_end_speculation(stalled: set[int]) -> None:
+    """Kernels are compiled or memory is touched for the first time, and nothing is drafted for a thousand rounds."""
+    control, chosen = DepthControl(K), []
+    for step in range(200):
+        chosen.append(control.choose(rows=8))
+        tokens = 8 * (1 + chosen[-1])
+        control.observe_verify(tokens, 0.5 if step in stalled else 0.01 + 0.0001 * tokens)
+        for _ in range(8):
+            control.observe_outcome(chosen[-1], min(chosen[-1], 3))
+    assert chosen.count(0) < 10
+
+
 # ---- FallbackRule ----
 
 
@@ -348,6 +361,17 @@ def test_a_level_follows_the_device() -> None:
         for i in range(100):
             time.observe(8 + i % 8, factor * (0.020 + 0.001 * (8 + i % 8)))
     assert time.seconds(12) == pytest.approx(2.0 * 0.032, rel=0.05)
+
+
+def test_two_fast_measurements_end_an_estimate_made_of_stalls() -> None:
+    """The first steps of a process are stalls, and the estimate stays many times too high."""
+    time = DriftingTime()
+    for _ in range(20):
+        time.observe(8, 0.5)
+    time.observe(8, 0.02)
+    assert time.seconds(8) > 0.3, "one measurement, which may be wrong itself, ends it"
+    time.observe(8, 0.02)
+    assert time.seconds(8) == pytest.approx(0.02)
 
 
 @pytest.mark.parametrize("per_draft", (0.0001, 0.01, 1.0))
