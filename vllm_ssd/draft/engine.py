@@ -17,13 +17,14 @@ from vllm_ssd.draft.bandit import SaguaroBandit
 from vllm_ssd.draft.batch import FlatBatch, Group, causal_group, flatten
 from vllm_ssd.draft.drawing import Drawer
 from vllm_ssd.draft.forecast import Forecast, Part
+from vllm_ssd.draft.intake import Intake
 from vllm_ssd.draft.kv_cache import SlotPool
 from vllm_ssd.draft.outbox import Outbox
 from vllm_ssd.draft.pace import Pace
 from vllm_ssd.draft.planner import Planner
 from vllm_ssd.draft.sequence import Candidates, Sequence
 from vllm_ssd.draft.sequences import Sequences
-from vllm_ssd.messages import ELSEWHERE, Law, Outcome, Push, Report, Round, Start, unpack_tokens
+from vllm_ssd.messages import Law, Push, Report, Round
 from vllm_ssd.sampling import top_tokens
 from vllm_ssd.statistics import LinearTime
 
@@ -67,6 +68,17 @@ class DraftEngine:
         self._planner = Planner(
             self._sequences, self._forecast, self._pace, config.num_speculative_tokens, config.most_branches
         )
+        self._intake = Intake(
+            self._sequences,
+            self._pool,
+            self._outbox,
+            self._forecast,
+            self._bandit,
+            self._pace,
+            self._planner,
+            most_tokens=model.max_length - 2 * config.num_speculative_tokens - 1,
+            num_embeddings=model.num_embeddings,
+        )
         self._latest_fan_out: list[int] = []
         self.busy_seconds = 0.0
         self.prefill_seconds = _PREFILL_SECONDS  # the longest prefill while no tree is to be built
@@ -78,83 +90,7 @@ class DraftEngine:
 
         `earliest`: when the message may have come, by `time.perf_counter()`; None: just now.
         """
-        self._sequences.round_id = message.round_id
-        self._planner.depth = message.depth
-        now = time.perf_counter()
-        came_at = now if earliest is None else min(max(message.sent_at, earliest), now)
-        verified = any(outcome.emitted for outcome in message.outcomes)
-        self._pace.begin_round(message.verify_seconds, came_at, observe=verified)
-        for seq_id in message.finished:
-            if (sequence := self._sequences.get(seq_id)) is not None:
-                self._outbox.add_cancelled(sequence.num_unfinished)
-                self._sequences.remove(seq_id)
-        for start in message.starts:
-            self._start(start)
-        for outcome in message.outcomes:
-            self._take(outcome)
-
-    def _start(self, start: Start) -> None:
-        self._sequences.remove(start.seq_id)
-        tokens = unpack_tokens(start.token_ids).tolist()
-        sequence = Sequence(start.seq_id, tokens, start.temperature, start.top_k, start.top_p, self._pool)
-        sequence.trunk = list(start.drafts)
-        sequence.saguaro_c = self._bandit.choose()
-        sequence.fork_due = self._planner.depth > 0 and self._sequences.has_room(sequence)
-        self._touch(sequence)
-
-    def _take(self, outcome: Outcome) -> None:
-        sequence = self._sequences.get(outcome.seq_id)
-        if sequence is None or len(sequence.tokens) + len(outcome.emitted) != outcome.length:
-            self._lose(outcome.seq_id)
-            return
-        if outcome.emitted:
-            self._forecast.remember(sequence, outcome.emitted)
-            if sequence.samples:
-                self._choose_c(sequence, outcome)
-        self._outbox.add_cancelled(sequence.num_unfinished)
-        sequence.advance(outcome.emitted, outcome.drafts)
-        sequence.rest()
-        if outcome.wanted == ELSEWHERE:
-            self._touch(sequence)
-            return
-        sequence.wanted = outcome.wanted
-        if self._sequences.has_room(sequence):
-            sequence.fork_due = self._planner.depth > 0
-        else:
-            self._decline(sequence)
-        self._touch(sequence)
-
-    def _choose_c(self, sequence: Sequence, outcome: Outcome) -> None:
-        """Learn what came of the C that the trunk was drawn with, and choose the next tree's."""
-        foreseen = sequence.foresaw(outcome.emitted)
-        if sequence.trunk and sequence.trunk_c is not None:
-            self._bandit.observe(sequence.trunk_c, len(outcome.emitted), foreseen)
-        verify_seconds = self._pace.verify_seconds
-        if not foreseen and verify_seconds:
-            # It waits for drafts, or the next verification goes without.
-            waits = max(outcome.wanted, 0) * self._pace.step_seconds(1)
-            self._bandit.observe_miss_cost(waits or 0.5 * verify_seconds, verify_seconds)
-        sequence.trunk_c = sequence.saguaro_c if foreseen and outcome.drafts else None
-        sequence.saguaro_c = self._bandit.choose()
-        if outcome.wanted > 0:
-            sequence.trunk_c = sequence.saguaro_c
-
-    def _touch(self, sequence: Sequence) -> None:
-        self._sequences.touch(sequence)
-        too_long = len(sequence.tokens) + 2 * self._config.num_speculative_tokens + 1 > self._model.max_length
-        # The target's padded vocabulary may be larger than the draft's embedding.
-        if too_long or max(sequence.pending, default=0) >= self._model.num_embeddings:
-            self._lose(sequence.seq_id)
-
-    def _decline(self, sequence: Sequence) -> None:
-        """The target need not wait: the JIT drafts of this row will not come in this round."""
-        if sequence.wanted:
-            self._outbox.decline(sequence.seq_id)
-            sequence.wanted = 0
-
-    def _lose(self, seq_id: int) -> None:
-        self._outbox.lose(seq_id)
-        self._sequences.remove(seq_id)
+        self._intake.take(message, earliest)
 
     @property
     def num_sequences(self) -> int:
@@ -171,7 +107,7 @@ class DraftEngine:
             if num_slots <= 0:
                 return
             num_slots -= sequence.num_slots
-            self._decline(sequence)
+            self._outbox.decline(sequence)
             sequence.drop_kv()
 
     def sequence(self, seq_id: int) -> Sequence:
@@ -249,7 +185,7 @@ class DraftEngine:
                 continue
             pending = len(sequence.tokens) + len(sequence.trunk) - len(sequence.slots)
             if pending > _GLUE_LIMIT:
-                self._decline(sequence)
+                self._outbox.decline(sequence)
                 prefill.append(sequence)
             elif sequence.wanted and (not pending or sequence.trunk):
                 waiting.append(sequence)
@@ -289,7 +225,7 @@ class DraftEngine:
             pending = sequence.pending[:limit]
             slots = self._sequences.take_slots(len(pending), sequences)
             if slots is None:
-                self._decline(sequence)
+                self._outbox.decline(sequence)
                 sequence.drop_kv()
                 continue
             known = len(sequence.slots)
@@ -321,7 +257,7 @@ class DraftEngine:
             yield from self._feed_pending(fed, _GLUE_LIMIT)
         for sequence in sequences:
             if sequence.pending or not sequence.candidates:
-                self._decline(sequence)  # no room in the KV cache: the target takes its fallback
+                self._outbox.decline(sequence)  # no room in the KV cache: the target takes its fallback
                 sequence.rest()
                 continue
             if not sequence.trunk:

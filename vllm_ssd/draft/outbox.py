@@ -63,9 +63,11 @@ class Outbox:
         """The draft cannot go on with a sequence."""
         self._lost.append(seq_id)
 
-    def decline(self, seq_id: int) -> None:
-        """The JIT drafts that a row waits for will not come in this round."""
-        self._declined.append(seq_id)
+    def decline(self, sequence: Sequence) -> None:
+        """The target need not wait: the JIT drafts of this row, if it waits for any, will not come in this round."""
+        if sequence.wanted:
+            self._declined.append(sequence.seq_id)
+            sequence.wanted = 0
 
     def take(self, round_id: int, busy_seconds: float, kv_usage: float) -> Push | None:
         """All since the last call, or None if there is nothing that the target must know."""
