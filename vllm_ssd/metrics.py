@@ -120,11 +120,28 @@ class Totals:
             name = f"accepted_drafts_{source}"
             setattr(self, name, getattr(self, name) + num_accepted)
 
-    def observe_lookup(self, num_accepted: int, hit: bool) -> None:
-        """A row looked for drafts after a verification that accepted so many."""
+    def observe_row(self, num_emitted: int, num_verified: int, num_drafts: int) -> None:
+        """A row emitted tokens, after a verification of `num_verified` drafts, and got `num_drafts` for the next."""
+        self.verified_rows += 1
+        self.emitted_tokens += num_emitted
+        self.accepted_tokens += max(num_emitted - 1, 0) if num_verified else 0
+        self.drafted_tokens += num_drafts
+
+    def observe_lookup(self, num_accepted: int, found: int, wanted: int, part: int = 0) -> None:
+        """After a verification that accepted so many drafts, a row found `found` of `wanted` in its tree.
+
+        `part`: of several drafts that share the tree, the one that built what was found.
+        """
+        hit = found >= wanted
         position = min(max(num_accepted, 0), _MOST_POSITIONS - 1)
+        self.lookups += 1
         self.lookups_per_pos[position] += 1
         self.hits_per_pos[position] += hit
+        self.hits += hit
+        self.part_hits += 0 < found < wanted
+        self.misses += not found
+        if found and self.hits_per_part:
+            self.hits_per_part[part] += 1
 
     def as_dict(self) -> dict[str, float]:
         """Name → total, of all that is one number."""

@@ -362,28 +362,15 @@ class Proposer:
     # ---- figures ----
 
     def _count(self, turn: _Turn) -> None:
-        totals = self.totals
+        totals, missed = self.totals, set(turn.missed)
         totals.rounds += 1
-        missed_rows = set(turn.missed)
         for i, (row, proposal) in enumerate(zip(turn.rows, turn.proposals)):
-            totals.emitted_tokens += len(row.emitted)
-            totals.accepted_tokens += max(len(row.emitted) - 1, 0) if row.num_verified else 0
-            totals.drafted_tokens += len(proposal.token_ids)
-            totals.verified_rows += 1
-            if turn.limits[i] == 0:
-                continue
-            totals.lookups += 1
-            hit = i not in missed_rows and len(proposal.token_ids) >= turn.limits[i]
-            totals.observe_lookup(len(row.emitted) - 1, hit)
-            if self._has_parts and i not in missed_rows:
-                totals.hits_per_part[proposal.part] += 1
-            if i in missed_rows:
-                totals.misses += 1
-                totals.fallback_none += not proposal.token_ids and i not in turn.waiting
-            elif len(proposal.token_ids) < turn.limits[i]:
-                totals.part_hits += 1
-            else:
-                totals.hits += 1
+            num_drafts = len(proposal.token_ids)
+            totals.observe_row(len(row.emitted), row.num_verified, num_drafts)
+            if turn.limits[i] > 0:
+                found = 0 if i in missed else num_drafts
+                totals.observe_lookup(len(row.emitted) - 1, found, turn.limits[i], proposal.part)
+                totals.fallback_none += not num_drafts and i not in turn.waiting
 
     def stats(self) -> dict[str, float | bool]:
         """All totals since the start, and the state of the draft."""

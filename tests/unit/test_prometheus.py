@@ -95,8 +95,8 @@ def test_values_follow(tmp_path: Path, quick: None) -> None:
     source = Source()
     writer = exporter(tmp_path)
     writer.start(source)
-    source.totals.hits += 40
-    source.totals.observe_lookup(2, hit=True)
+    source.totals.hits += 39
+    source.totals.observe_lookup(2, found=3, wanted=3)
     source.totals.observe_tree([0.004, 0.004, 9.0], cancelled=5)
     source.up = False
     assert soon(lambda: scrape(tmp_path)["draft_up"] == 0)
