@@ -31,6 +31,7 @@ def test_every_kernel_compiles(tmp_path: Path) -> None:
         "_tail_kernel",
         "_kv_write_kernel",
         "_first_kernel",
+        "_next_kernel",
         "_fork_kernel",
         "_draw_kernel",
         "_dense_kernel",

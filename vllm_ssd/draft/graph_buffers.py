@@ -158,12 +158,15 @@ class RowBuffers:
 
 
 class TreeBuffers:
-    """What the steps of a round draw, and from which laws."""
+    """What a round bets on, what its steps draw, and from which laws."""
 
     def __init__(self, shape: Shape, device: torch.device) -> None:
         rows, depth, width = shape.max_rows, shape.depth, shape.width
         integers = {"dtype": torch.int32, "device": device}
         floats = {"dtype": torch.float32, "device": device}
+        self.glue_ids = torch.zeros(rows, width, **integers)  # candidates of glue rows
+        self.glue_values = torch.zeros(rows, width, **floats)  # their logits
+        self.bets = torch.zeros(2, rows, **integers)  # tokens above; first token
         self.step = torch.zeros(1, dtype=torch.int64, device=device)
         self.live = torch.zeros(rows, **integers)  # 1: the row is a branch, 0: padding
         self.fan_out = torch.zeros(depth, **integers)  # F of each step's position

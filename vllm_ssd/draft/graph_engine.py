@@ -88,7 +88,7 @@ class GraphEngine(DraftEngine):
         """One token for each branch of all waves."""
         began = time.perf_counter()
         planted = self._planted
-        if planted is None or not planted.stands or [wave.sequence for wave in planted.waves] != sequences:
+        if planted is None or not planted.stands or {wave.sequence for wave in planted.waves} != set(sequences):
             self._end()
             planted = self._plant(sequences)
             if planted is None:
@@ -215,7 +215,7 @@ class GraphEngine(DraftEngine):
 
     def _fork_on_device(self, glued: list[Sequence], others: list[Sequence]) -> bool:
         """Enqueue glue, fork and steps, and take in the first; returns False if they do not fit a round."""
-        sequences = [s for s in self._sequences if s in glued or s in others]
+        sequences = [*glued, *others]
         (width, depth), steps = self._planner.shape(sequences), self._planner.most_steps
         count, known = sum(len(s.pending) for s in glued), sum(len(s.candidates) for s in others)
         if count + known > self._round.shape.max_rows or not self._fits(sequences, width * len(sequences), steps):
@@ -227,7 +227,7 @@ class GraphEngine(DraftEngine):
         tails = slots[count:].reshape(len(sequences), width, steps)
         planted = _Planted([_Wave(s, i * width, tails[i]) for i, s in enumerate(sequences)], steps, depth)
         with torch.inference_mode():
-            rows = {**self._enqueue_glue(glued, slots[:count]), **self._send_candidates(others)}
+            rows = {**self._enqueue_glue(glued, others, slots[:count]), **self._send_candidates(others)}
             self._enqueue_fork(planted, rows)
         self._enqueue(planted, width * len(sequences))
         finished = self._round.finished(at_least=1)
@@ -239,17 +239,17 @@ class GraphEngine(DraftEngine):
         self._end_if_full()
         return True
 
-    def _enqueue_glue(self, sequences: list[Sequence], slots: np.ndarray) -> dict[int, int]:
-        """The glue; by `seq_id`, the row of each one's last committed token."""
+    def _enqueue_glue(self, glued: list[Sequence], others: list[Sequence], slots: np.ndarray) -> dict[int, int]:
+        """The trunks of all and the glue of some; by `seq_id`, the row of each one's last committed token."""
         groups, rows, begin = [], {}, 0
-        for sequence in sequences:
+        for sequence in glued:
             token_ids, known = sequence.pending, len(sequence.slots)
             mine = slots[begin : begin + len(token_ids)]
             sequence.slots.extend(mine)
             groups.append(causal_group(token_ids, known, sequence.slots.view(), mine))
             rows[sequence.seq_id] = begin + len(sequence.tokens) - 1 - known
             begin += len(token_ids)
-        self._round.set_trunks([sequence.slots.view() for sequence in sequences])
+        self._round.set_trunks([sequence.slots.view() for sequence in (*glued, *others)])
         self._round.glue(host_rows(groups, self._round.shape.depth))
         return rows
 
@@ -269,7 +269,6 @@ class GraphEngine(DraftEngine):
 
     def _enqueue_fork(self, planted: _Planted, rows: dict[int, int]) -> None:
         sequences = [wave.sequence for wave in planted.waves]
-        self._round.set_trunks([sequence.slots.view() for sequence in sequences])
         self._round.plant_most_probable(
             [self._planting(place, wave) for place, wave in enumerate(planted.waves)],
             [rows[sequence.seq_id] for sequence in sequences],

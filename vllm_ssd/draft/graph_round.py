@@ -54,17 +54,14 @@ class GraphRound:
         self._tree = TreeBuffers(shape, device)
         self._staging = Staging(device)
         self._runner = GraphRunner(device, graphs)
-        self._values = torch.zeros(shape.max_rows, shape.width, device=device)  # candidates of glue rows
-        self._token_ids = torch.zeros(shape.max_rows, shape.width, dtype=torch.int32, device=device)
-        self._bets = torch.zeros(2, shape.max_rows, dtype=torch.int32, device=device)  # tokens above; first token
         pinned = {"pin_memory": device.type == "cuda"}
         self._host = [
             torch.zeros(tensor.shape, dtype=tensor.dtype, **pinned)
             for tensor in (self._tree.tokens, self._tree.law_ids, self._tree.law_probs, self._tree.law_values)
         ]
-        self._host_bets = torch.zeros(self._bets.shape, dtype=torch.int32, **pinned)
+        self._host_bets = torch.zeros(self._tree.bets.shape, dtype=torch.int32, **pinned)
         self._host_glue = [
-            torch.zeros(tensor.shape, dtype=tensor.dtype, **pinned) for tensor in (self._token_ids, self._values)
+            torch.zeros(tensor.shape, dtype=tensor.dtype, **pinned) for tensor in (self._tree.glue_ids, self._tree.glue_values)
         ]
         self._glued = 0  # rows of the last glue
         self._count = self._bucket = self._per_block = self._begun = 0
@@ -95,8 +92,8 @@ class GraphRound:
     def add_candidates(self, token_ids: np.ndarray, values: np.ndarray) -> int:
         """Candidates that the host has, behind those of the last glue, [n, W] int32 and float32; their first row."""
         rows = slice(self._glued, self._glued + len(token_ids))
-        self._staging.send(token_ids, self._token_ids[rows])
-        self._staging.send(values, self._values[rows])
+        self._staging.send(token_ids, self._tree.glue_ids[rows])
+        self._staging.send(values, self._tree.glue_values[rows])
         return self._glued
 
     def plant(self, plantings: Sequence[Planting], bets: Sequence[tuple[int, int]], fan_out: Sequence[int]) -> None:
@@ -111,7 +108,7 @@ class GraphRound:
         table = np.zeros((2, self._bucket), dtype=np.int32)
         table[0, : self._count] = above + chosen[:, 0]
         table[1, : self._count] = chosen[:, 1]
-        self._staging.send(table, self._bets[:, : self._bucket])
+        self._staging.send(table, self._tree.bets[:, : self._bucket])
         self._begin()
 
     def plant_most_probable(
@@ -141,21 +138,21 @@ class GraphRound:
         facts = torch.zeros(3, size, device=device)
         lengths = [planting.length for planting in plantings]
         self._staging.send(np.asarray([first_rows, sharpness, lengths], dtype=np.float32), facts)
-        at = (facts[0].long()[:, None] + torch.arange(positions, device=device)).clamp(max=len(self._values) - 1)
+        at = (facts[0].long()[:, None] + torch.arange(positions, device=device)).clamp(max=len(self._tree.glue_values) - 1)
         offsets, tokens, possible = most_probable_outcomes(
-            self._values[at][..., : self._num_candidates],
-            self._token_ids[at][..., : self._num_candidates],
+            self._tree.glue_values[at][..., : self._num_candidates],
+            self._tree.glue_ids[at][..., : self._num_candidates],
             sent[:, : positions - 1],
             sent[:, positions],
             facts[1],
             self._count // size,
             part,
         )
-        self._bets[:, : self._bucket].zero_()
+        self._tree.bets[:, : self._bucket].zero_()
         above = torch.where(possible, facts[2].int()[:, None] + offsets, 0)
-        self._bets[0, : self._count] = above.flatten()
-        self._bets[1, : self._count] = torch.where(possible, tokens, 0).flatten()
-        for host, field in zip(self._host_glue, (self._token_ids, self._values)):
+        self._tree.bets[0, : self._count] = above.flatten()
+        self._tree.bets[1, : self._count] = torch.where(possible, tokens, 0).flatten()
+        for host, field in zip(self._host_glue, (self._tree.glue_ids, self._tree.glue_values)):
             host[: self._glued].copy_(field[: self._glued], non_blocking=True)
         self._begin()
 
@@ -209,7 +206,7 @@ class GraphRound:
             logits = self._decoder.logits(hidden[part])
             none = torch.full((len(logits),), -1, dtype=torch.int32, device=logits.device)
             width = self._shape.width
-            self._values[part], self._token_ids[part] = fork(
+            self._tree.glue_values[part], self._tree.glue_ids[part] = fork(
                 logits, none, torch.full_like(none, width), width, self._vocab_size
             )
             del logits  # one part in memory at a time
@@ -242,11 +239,11 @@ class GraphRound:
     def _begin(self) -> None:
         """The bets become the rows' tokens; the tree stands at step 0."""
         bucket = self._bucket
-        self._rows.trunk_lengths[:bucket] = self._bets[0, :bucket]
-        self._rows.token_ids[:bucket] = self._bets[1, :bucket]
-        self._tree.live[:bucket] = (self._bets[0, :bucket] > 0).int()
+        self._rows.trunk_lengths[:bucket] = self._tree.bets[0, :bucket]
+        self._rows.token_ids[:bucket] = self._tree.bets[1, :bucket]
+        self._tree.live[:bucket] = (self._tree.bets[0, :bucket] > 0).int()
         self._tree.step.zero_()
-        self._host_bets[:, : self._count].copy_(self._bets[:, : self._count], non_blocking=True)
+        self._host_bets[:, : self._count].copy_(self._tree.bets[:, : self._count], non_blocking=True)
         self._begun = 0
         self._pending.clear()
 
