@@ -11,7 +11,6 @@ from collections.abc import Sequence
 
 import zmq
 
-DIRECTORY_PREFIX = "vllm-ssd-"  # and the process id of the maker; what is left of it goes at the next start
 _QUEUED_MESSAGES = 1000
 
 
@@ -20,7 +19,7 @@ class Endpoint:
 
     def __init__(self) -> None:
         _remove_orphans()
-        self.directory = tempfile.mkdtemp(prefix=f"{DIRECTORY_PREFIX}{os.getpid()}-")  # mode 0700
+        self.directory = tempfile.mkdtemp(prefix=directory_prefix())  # mode 0700
         self.address = f"ipc://{self.directory}/draft"
 
     def remove(self) -> None:
@@ -28,15 +27,28 @@ class Endpoint:
         shutil.rmtree(self.directory, ignore_errors=True)
 
 
+def directory_prefix() -> str:
+    """How the names of this process's temporary directories begin; what is left of them goes at the next start."""
+    return f"{_namespace_prefix()}{os.getpid()}-"
+
+
+def _namespace_prefix() -> str:
+    """Of processes that see each other: containers with one temporary directory have process ids of their own."""
+    try:
+        return f"vllm-ssd-{os.stat('/proc/self/ns/pid').st_ino}-"
+    except OSError:
+        return "vllm-ssd-0-"
+
+
 def _remove_orphans() -> None:
     """Delete directories whose makers were killed together with their drafts."""
-    root = tempfile.gettempdir()
+    root, prefix = tempfile.gettempdir(), _namespace_prefix()
     if not os.path.isdir("/proc/self"):
         return  # there is no telling who is alive
     for name in os.listdir(root):
         path = os.path.join(root, name)
-        pid = name[len(DIRECTORY_PREFIX) :].partition("-")[0]
-        if not name.startswith(DIRECTORY_PREFIX) or not pid.isdigit() or os.path.exists(f"/proc/{pid}"):
+        pid = name[len(prefix) :].partition("-")[0]
+        if not name.startswith(prefix) or not pid.isdigit() or os.path.exists(f"/proc/{pid}"):
             continue
         with contextlib.suppress(FileNotFoundError):  # another engine that starts now was faster
             if os.lstat(path).st_uid == os.getuid():

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from prometheus_client import REGISTRY, Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 
-from vllm_ssd.transport import DIRECTORY_PREFIX
+from vllm_ssd.transport import directory_prefix
 
 
 def metrics_directory() -> str:
@@ -35,7 +35,7 @@ class _Folder:
     """
 
     def __init__(self) -> None:
-        prefix = f"{DIRECTORY_PREFIX}{os.getpid()}-metrics-"
+        prefix = f"{directory_prefix()}metrics-"
         self._folder = tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True)
         self.path = self._folder.name
 
