@@ -152,7 +152,7 @@ def draw_torch(logits: torch.Tensor, laws: Laws, top_m: int, vocab_size: int) ->
     excluded = torch.full((logits.shape[0],), NO_TOKEN, dtype=torch.int32, device=logits.device)
     values, token_ids = best_tokens_torch(logits, excluded, vocab_size, top_m)
     ranks = torch.arange(top_m, device=logits.device)
-    heat, greedy = laws.temperature[:, None], laws.temperature <= 0
+    heat, greedy = laws.temperature[:, None], ~(laws.temperature > 0)
     top_k = laws.top_k[:, None]
     possible = (token_ids >= 0) & ((top_k <= 0) | (ranks < top_k))
     scaled = (values / torch.where(heat > 0, heat, 1.0)).clamp(-_LARGEST_LOGIT, _LARGEST_LOGIT)

@@ -114,9 +114,9 @@ def kv_write_torch(qkv, positions, slots, table, pool, norm=None, eps: float = 0
     rotary = qkv[:, : qkv.shape[1] - groups].float()
     if norm is not None:
         rotary = rotary * torch.rsqrt(rotary.square().mean(dim=-1, keepdim=True) + eps) * norm.float()
-    cos, sin = table[positions.long()].float()[:, :, None].unbind(1)  # [T, 1, E]
-    rotary = (rotary * cos + rotary.roll(qkv.shape[2] // 2, dims=-1) * sin).to(qkv.dtype)
     written = slots >= 0
+    cos, sin = table[torch.where(written, positions, 0).long()].float()[:, :, None].unbind(1)  # [T, 1, E]
+    rotary = (rotary * cos + rotary.roll(qkv.shape[2] // 2, dims=-1) * sin).to(qkv.dtype)
     heads = qkv.shape[1] - 2 * groups
     qkv[:, :heads] = torch.where(written[:, None, None], rotary[:, :heads], qkv[:, :heads])
     fresh = torch.cat((rotary[:, heads:], qkv[:, heads + groups :]), dim=1)

@@ -49,8 +49,11 @@ def check_tensor(
 
 def check_rows_apart(name: str, tensor: torch.Tensor) -> None:
     """Raise `ValueError` if rows that a kernel writes share memory, as those of an expanded tensor do."""
-    if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride())):
-        raise ValueError(f"{name} has strides {tensor.stride()}; its rows must not share memory.")
+    reach = 1  # elements from the first to the last of the dimensions that are packed closer
+    for stride, size in sorted((stride, size) for size, stride in zip(tensor.shape, tensor.stride()) if size > 1):
+        if stride < reach:
+            raise ValueError(f"{name} has strides {tensor.stride()}; its rows must not share memory.")
+        reach += (size - 1) * stride
 
 
 def power_of_two(count: int, least: int = 1) -> int:

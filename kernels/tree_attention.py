@@ -349,6 +349,6 @@ def _check(queries: torch.Tensor, pool: torch.Tensor, tree: Tree, workspace: Wor
         if not splits:
             raise ValueError("workspace.sums has 0 splits; it must hold at least one split.")
         check_tensor("workspace.mixed", workspace.mixed, (None, heads, splits, head_size), torch.float32, device)
-        if min(len(workspace.sums), len(workspace.mixed)) < rows:
-            raise ValueError(f"workspace holds {len(workspace.sums)} rows; it must hold at least {rows}.")
+        if (held := min(len(workspace.sums), len(workspace.mixed))) < rows:
+            raise ValueError(f"workspace holds {held} rows; it must hold at least {rows}.")
     return groups, head_size

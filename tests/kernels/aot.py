@@ -53,25 +53,32 @@ def compile_launches(capability: int) -> None:
     JITFunction.run = compile_only
 
 
-def launch_all(dtype: torch.dtype, heads: int, groups: int, head_size: int, vocab_size: int, top_m: int) -> None:
-    """Every kernel once, on rows of two sequences."""
+def launch_attention(dtype: torch.dtype, heads: int, groups: int, head_size: int, shared: bool, depth: int = 8) -> None:
+    """The attention over rows of two sequences, with blocks of many rows or of one."""
     integers = {"dtype": torch.int32}
     sequences = np.repeat(np.arange(2, dtype=np.int32), 24)
     rows = len(sequences)
-    per_block = rows_per_block(heads // groups, 24)
+    per_block = rows_per_block(heads // groups, 24) if shared else 1
     tree = Tree(
         trunk_slots=torch.zeros(2, 512, **integers),
         row_sequence=torch.from_numpy(sequences),
         trunk_lengths=torch.zeros(rows, **integers),
-        tail_slots=torch.zeros(rows, 8, **integers),
+        tail_slots=torch.zeros(rows, depth, **integers),
         tail_lengths=torch.zeros(rows, **integers),
         blocks=torch.from_numpy(row_blocks(sequences, per_block)),
         per_block=per_block,
     )
+    queries = torch.zeros(rows, heads, head_size, dtype=dtype)
+    pool = torch.zeros(2 * groups, 64, head_size, dtype=dtype)
+    workspace = Workspace.empty(rows, heads, 4, head_size, queries.device)
+    tree_attention(queries, pool, tree, 1.0, workspace, backend="triton")
+
+
+def launch_others(dtype: torch.dtype, heads: int, groups: int, head_size: int, vocab_size: int, top_m: int) -> None:
+    """Every other kernel once, on 48 rows."""
+    integers, rows = {"dtype": torch.int32}, 48
     qkv = torch.zeros(rows, heads + 2 * groups, head_size, dtype=dtype)
     pool = torch.zeros(2 * groups, 64, head_size, dtype=dtype)
-    workspace = Workspace.empty(rows, heads, 4, head_size, qkv.device)
-    tree_attention(qkv[:, :heads], pool, tree, 1.0, workspace, backend="triton")
     lengths = torch.zeros(rows, **integers)
     table = torch.zeros(64, 2, head_size)
     norm = torch.zeros(heads + groups, head_size)
@@ -109,6 +116,11 @@ if __name__ == "__main__":
     if len(sys.argv) != 2 or not sys.argv[1].isdecimal():
         raise SystemExit("usage: python -m tests.kernels.aot CAPABILITY, for example 90 for 9.0")
     compile_launches(int(sys.argv[1]))
-    launch_all(torch.bfloat16, 32, 8, 64, 128_256, 64)
-    launch_all(torch.float16, 14, 2, 80, 151_936, 64)
-    launch_all(torch.float32, 8, 1, 256, 50_000, 64)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for heads, groups, head_size in ((32, 8, 64), (14, 2, 80), (32, 8, 128), (8, 1, 256)):
+            launch_attention(dtype, heads, groups, head_size, shared=True)
+    launch_attention(torch.bfloat16, 32, 8, 128, shared=False)
+    launch_attention(torch.float32, 8, 1, 256, shared=True, depth=64)
+    launch_others(torch.bfloat16, 32, 8, 64, 128_256, 64)
+    launch_others(torch.float16, 14, 2, 80, 151_936, 64)
+    launch_others(torch.float32, 8, 1, 256, 50_000, 64)

@@ -65,6 +65,16 @@ def test_the_kernel_equals_its_twin(device, seed, rows, vocab_size, top_m, dtype
     torch.testing.assert_close(kernel.probs.sum(dim=1), torch.ones(rows, device=device))
 
 
+@pytest.mark.parametrize(("vocab_size", "top_m", "block"), ((600, 40, 128), (3000, 64, 256), (2500, 200, 512)))
+def test_a_tournament_of_several_rounds_keeps_the_best(device, vocab_size: int, top_m: int, block: int) -> None:
+    """A large vocabulary or many candidates need a round between the first and the last, which loses some."""
+    rows = 2
+    logits = torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(top_m)).to(device)
+    laws = laws_of(rows, top_m, device)
+    kernel = draw(logits, laws, top_m, backend="triton", block=block)
+    assert_same(kernel, draw(logits, laws, top_m, backend="torch"), laws)
+
+
 def test_the_law_is_the_one_used_on_the_host(device: torch.device) -> None:
     """Drafts of the two paths are verified against different laws for the same request."""
     logits = 3 * torch.randn(200, 40, generator=torch.Generator().manual_seed(0)).to(device)

@@ -28,6 +28,8 @@ def model_and_config(device: torch.device = DEVICE, **options) -> tuple[DraftMod
     config = SaguaroConfig(DRAFT, K, **{"tree_budget": 5, "draft_dtype": "float32", "draft_top_m": 8, **options})
     model = DraftModel(config, device, vocab_size=4000)
     model.allocate_kv_cache(None, most_useful=NUM_SLOTS)
+    if device.type == "cuda":
+        model.warm_up()  # only then it has what rounds on a device need
     return model, config
 
 

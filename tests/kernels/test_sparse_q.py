@@ -60,6 +60,7 @@ def test_an_id_that_occurs_twice_gets_the_sum(device: torch.device, backend: str
         (torch.zeros(3, 3).int(), torch.zeros(3, 3), torch.zeros(2, 9), "token_ids has shape"),
         (torch.zeros(2, 3).int(), torch.zeros(2, 3), torch.zeros(9, 2).T, "last dimension must be dense"),
         (torch.zeros(2, 3).int(), torch.zeros(2, 3), torch.zeros(9).expand(2, 9), "must not share memory"),
+        (torch.zeros(2, 3).int(), torch.zeros(2, 3), torch.zeros(10).as_strided((2, 9), (1, 1)), "not share memory"),
         (torch.zeros(2, 3).int(), torch.zeros(2, 3), torch.zeros(2, 9).half(), "is float16"),
         (torch.zeros(2, 0).int(), torch.zeros(2, 0), torch.zeros(2, 9), "0 entries"),
     ),

@@ -107,6 +107,28 @@ def test_the_twin_is_softmax_over_the_slots_named(device: torch.device) -> None:
             torch.testing.assert_close(mixed[row, head], expected)
 
 
+@pytest.mark.parametrize(("context", "splits"), ((1, 16), (8192, 4), (16_384, 16)))
+def test_long_contexts_are_split_and_merged(device: torch.device, context: int, splits: int) -> None:
+    """A split of a long context is lost, or counted twice; most splits of a short one are empty."""
+    generator = torch.Generator().manual_seed(context)
+    integers = {"dtype": torch.int32, "device": device}
+    lengths = [context, max(context // 3, 1)]
+    tree = Tree(
+        trunk_slots=torch.randperm(context, generator=generator).to(torch.int32)[None].to(device),
+        row_sequence=torch.zeros(2, **integers),
+        trunk_lengths=torch.tensor(lengths, **integers),
+        tail_slots=torch.tensor([[context, context + 1]] * 2, **integers),
+        tail_lengths=torch.tensor([2, 0], **integers),
+        blocks=torch.tensor([[0, 2]], **integers),
+        per_block=2,
+    )
+    queries = torch.randn(2, 2, 32, generator=generator).to(device)
+    pool = torch.randn(2, context + 2, 32, generator=generator).to(device)
+    workspace = Workspace.empty(2, 2, splits, 32, device)
+    mixed = tree_attention(queries, pool, tree, 32**-0.5, workspace, backend="triton")
+    torch.testing.assert_close(mixed, tree_attention(queries, pool, tree, 32**-0.5, backend="torch"))
+
+
 def test_scores_far_apart_do_not_overflow(device: torch.device) -> None:
     """A softmax that is not kept relative to its maximum."""
     tree = random_tree(2, [2], 40, 3, 2, device)
