@@ -15,7 +15,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-_IMPOSSIBLE = -60.0  # relative logit of a candidate that cannot be; finite, so that no sum is NaN
+IMPOSSIBLE = -60.0  # relative logit of a candidate that cannot be; finite, so that no sum is NaN
+MOST_CERTAIN = 0.999  # of an acceptance
 _LARGEST_LOGIT = float(np.finfo(np.float32).max)
 DEFAULT_EXPONENT = 1.0  # r; the miss rate of language models falls about as 1/F
 
@@ -85,7 +86,7 @@ class Sharpness:
 
     def observe(self, logits: np.ndarray, emitted: int) -> None:
         """The target emitted the candidate at index `emitted` of `logits` ([m])."""
-        centred = np.maximum(logits - logits.max(), _IMPOSSIBLE)
+        centred = np.maximum(logits - logits.max(), IMPOSSIBLE)
         probs = np.exp(self.value * centred)
         probs /= probs.sum()
         mean = float(probs @ centred)
@@ -96,20 +97,34 @@ class Sharpness:
 
 
 def most_probable_outcomes(
-    token_ids: np.ndarray, logits: np.ndarray, trunk: Sequence[int], budget: int, sharpness: float
+    token_ids: np.ndarray,
+    logits: np.ndarray,
+    trunk: Sequence[int],
+    budget: int,
+    sharpness: float,
+    acceptance: Sequence[float] | None = None,
 ) -> list[tuple[int, int]]:
     """The `budget` most probable outcomes (k, t*), best first.
 
     `token_ids`, `logits`: [len(trunk) + 1, m], the candidates after the committed tokens and
     trunk[:k]. The trunk's own next token is no outcome at its row: were it right, the
     verification would go on.
+
+    An argmax draft, or one from n-grams, is accepted with the probability that the target gives it, for which
+    the draft's own stands. A drawn one is accepted with min(1, p / q), however improbable it was: its chance is
+    what is measured, `acceptance` ([len(trunk)], given those before), and what is left goes to the other candidates.
     """
     logits = np.clip(logits, -_LARGEST_LOGIT, _LARGEST_LOGIT)  # infinite ones would be NaN
-    scaled = sharpness * np.maximum(logits - logits[:, :1], _IMPOSSIBLE)
+    scaled = sharpness * np.maximum(logits - logits[:, :1], IMPOSSIBLE)
     log_probs = scaled - np.log(np.exp(scaled).sum(axis=1, keepdims=True))
     own = token_ids[:-1] == np.asarray(trunk, dtype=token_ids.dtype)[:, None]  # [len(trunk), m]
     floor = log_probs[:-1].min(axis=1) if len(trunk) else np.zeros(0)
     accepted = np.where(own.any(axis=1), np.where(own, log_probs[:-1], 0.0).sum(axis=1), floor)
+    if acceptance is not None:
+        others = np.log1p(-np.minimum(np.where(own, np.exp(log_probs[:-1]), 0.0).sum(axis=1), MOST_CERTAIN))
+        rates = np.clip(np.asarray(acceptance, dtype=np.float64), 1.0 - MOST_CERTAIN, MOST_CERTAIN)
+        log_probs[:-1] += (np.log1p(-rates) - others)[:, None]
+        accepted = np.log(rates)
     log_probs[1:] += np.cumsum(accepted)[:, None]
     log_probs[:-1][own] = -np.inf
     best = np.argsort(-log_probs, axis=None, kind="stable")[:budget]

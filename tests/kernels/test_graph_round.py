@@ -11,7 +11,7 @@ from vllm_ssd.draft.batch import causal_group, flatten
 from vllm_ssd.draft.engine import DraftEngine
 from vllm_ssd.draft.graph_buffers import Shape, tree_bytes
 from vllm_ssd.draft.graph_decoder import GraphDecoder
-from vllm_ssd.draft.graph_outcomes import most_probable_outcomes
+from vllm_ssd.draft.graph_outcomes import UNKNOWN, most_probable_outcomes
 from vllm_ssd.draft.graph_round import GraphRound, Planting
 from vllm_ssd.draft.graph_rows import host_rows
 from vllm_ssd.draft.model import DraftModel
@@ -104,7 +104,12 @@ def test_the_tree_is_the_engines(model: DraftModel, changes: dict) -> None:
         first_rows, left = feed(graph_round, PROMPTS)
         plantings = planted(PROMPTS, left)
         graph_round.plant_most_probable(
-            plantings, first_rows, [trunk for _, trunk in PROMPTS], [1.0] * len(PROMPTS), [2] * (K + 1)
+            plantings,
+            first_rows,
+            [trunk for _, trunk in PROMPTS],
+            [1.0] * len(PROMPTS),
+            [None] * len(PROMPTS),
+            [2] * (K + 1),
         )
         graph_round.grow(DEPTH)
     steps = graph_round.finished()
@@ -141,7 +146,7 @@ def test_sampled_rows_carry_the_law_they_were_drawn_from(model: DraftModel) -> N
                 batch = flatten([causal_group(chain, 0, slots % 24 + 1000, slots % 24 + 1000)], DEVICE)
                 values, token_ids = top_tokens(model.forward(batch)[-1:], 8, model.vocab_size)
                 expected = saguaro_law(
-                    values,
+                    values.cpu(),
                     torch.tensor([0.8]),
                     torch.tensor([6]),
                     torch.tensor([0.95]),
@@ -194,8 +199,10 @@ def test_outcomes_are_those_of_the_host() -> None:
         lengths = generator.integers(0, positions, size)
         trunks = generator.integers(0, 12, (size, positions - 1)).astype(np.int32)
         sharpness = generator.uniform(0.3, 2.0, size).astype(np.float32)
+        acceptance = generator.uniform(0.0, 1.0, trunks.shape).astype(np.float32)
+        acceptance[generator.random(size) < 0.5] = UNKNOWN
         offsets, tokens, possible = most_probable_outcomes(
-            *(torch.from_numpy(a) for a in (values, token_ids, trunks, lengths, sharpness)), budget
+            *(torch.from_numpy(a) for a in (values, token_ids, trunks, lengths, sharpness, acceptance)), budget
         )
         for row, length in enumerate(lengths):
             expected = on_the_host(
@@ -204,6 +211,7 @@ def test_outcomes_are_those_of_the_host() -> None:
                 trunks[row, :length].tolist(),
                 budget,
                 float(sharpness[row]),
+                None if (acceptance[row] == UNKNOWN).all() else acceptance[row, :length].tolist(),
             )
             mine = [(int(k), int(t)) for k, t, there in zip(offsets[row], tokens[row], possible[row]) if there]
             assert mine == expected

@@ -104,14 +104,19 @@ def test_a_small_budget_scales_a_list(setting: list[int], budget: int) -> None:
 
 
 def outcome_probabilities(
-    token_ids: np.ndarray, logits: np.ndarray, trunk: list[int], sharpness: float
+    token_ids: np.ndarray, logits: np.ndarray, trunk: list[int], sharpness: float, acceptance: list[float] | None
 ) -> dict[tuple[int, int], float]:
-    """Every outcome (k, t*) with q(d_1)···q(d_k)·q(t*), by loops."""
+    """Every outcome (k, t*), by loops: q(d_1)···q(d_k)·q(t*), or a_1···a_k·(1 - a_k+1)·q(t* | not d_k+1)."""
     found, reached = {}, 1.0
     for k in range(len(trunk) + 1):
         weights = np.exp(sharpness * (logits[k].astype(float) - logits[k].max()))
         law = dict(zip(token_ids[k].tolist(), (weights / weights.sum()).tolist(), strict=True))
         own = trunk[k] if k < len(trunk) else None
+        if acceptance is not None and own is not None:
+            left = (1.0 - acceptance[k]) / (1.0 - min(law.get(own, 0.0), 0.999))
+            found.update({(k, token): reached * left * p for token, p in law.items() if token != own})
+            reached *= acceptance[k]
+            continue
         found.update({(k, token): reached * p for token, p in law.items() if token != own})
         reached *= law.get(own, min(law.values()))  # a draft that the model did not think of, an n-gram say
     return found
@@ -122,18 +127,20 @@ def outcome_probabilities(
     m=st.integers(1, 8),
     budget=st.integers(1, 60),
     sharpness=st.floats(0.25, 4.0),
+    drawn=st.booleans(),
     seed=st.integers(0, 1000),
 )
 def test_the_most_probable_outcomes_are_bet_on(
-    num_drafts: int, m: int, budget: int, sharpness: float, seed: int
+    num_drafts: int, m: int, budget: int, sharpness: float, drawn: bool, seed: int
 ) -> None:
     """A branch is spent on an outcome though a likelier one has none, or on the trunk's own next token."""
     generator = np.random.default_rng(seed)
     token_ids = np.stack([generator.permutation(12)[:m] for _ in range(num_drafts + 1)])
     logits = -np.sort(-generator.normal(size=(num_drafts + 1, m), scale=2.0).astype(np.float32), axis=1)
     trunk = generator.integers(0, 12, num_drafts).tolist()
-    probabilities = outcome_probabilities(token_ids, logits, trunk, sharpness)
-    bets = most_probable_outcomes(token_ids, logits, trunk, budget, sharpness)
+    acceptance = generator.uniform(0.05, 0.95, num_drafts).tolist() if drawn else None
+    probabilities = outcome_probabilities(token_ids, logits, trunk, sharpness, acceptance)
+    bets = most_probable_outcomes(token_ids, logits, trunk, budget, sharpness, acceptance)
     assert len(set(bets)) == len(bets) == min(budget, len(probabilities))
     best = sorted(probabilities.values(), reverse=True)[: len(bets)]
     assert [probabilities[bet] for bet in bets] == pytest.approx(best, rel=1e-3)

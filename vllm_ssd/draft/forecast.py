@@ -46,6 +46,7 @@ class _Lesson:
     candidates: list[Candidates]  # after the committed tokens, and after each draft
     logits: list[np.ndarray]  # of the same, at the request's temperature
     emitted: list[int]
+    drawn: bool  # the trunk, or argmax or n-grams
 
 
 def candidates_wanted(config: SaguaroConfig, part: Part) -> int:
@@ -65,6 +66,7 @@ class Forecast:
         self._fan_out = FanOut(config.fan_out)
         self._num_drafts = config.num_speculative_tokens
         self._acceptance = Acceptance(config.num_speculative_tokens)
+        self._drawn_acceptance = Acceptance(config.num_speculative_tokens)  # of drafts that were drawn
         self._lessons: list[_Lesson] = []
         self._counts = {samples: OutcomeCounts(config.num_speculative_tokens) for _, samples in _CLASSES}
         self._sharpness = {samples: Sharpness() for _, samples in _CLASSES}
@@ -73,7 +75,8 @@ class Forecast:
     def remember(self, sequence: Sequence, emitted: list[int]) -> None:
         """The verification of `sequence`'s trunk emitted these tokens; called before the sequence takes them in."""
         logits = [self._scaled(sequence, candidates) for candidates in sequence.candidates]
-        self._lessons.append(_Lesson(sequence.samples, sequence.trunk, list(sequence.candidates), logits, emitted))
+        candidates, drawn = list(sequence.candidates), _is_drawn(sequence)
+        self._lessons.append(_Lesson(sequence.samples, sequence.trunk, candidates, logits, emitted, drawn))
         if len(self._lessons) > _MOST_LESSONS:
             self.learn()
 
@@ -82,16 +85,22 @@ class Forecast:
         for lesson in self._lessons:
             if lesson.trunk:
                 self._acceptance.observe(len(lesson.trunk), len(lesson.emitted) - 1)
-            sharpness = self._sharpness[lesson.samples]
-            for candidates, logits, token_id in zip(lesson.candidates, lesson.logits, lesson.emitted):
-                (found,) = np.nonzero(candidates.token_ids[: self.num_candidates] == token_id)
-                if len(found):
-                    sharpness.observe(logits, int(found[0]))
+            if lesson.drawn:
+                self._drawn_acceptance.observe(len(lesson.trunk), len(lesson.emitted) - 1)
+            self._sharpen(lesson)
             self._count(lesson)
         # One of a class says enough of how far down the bets an outcome is: a ranking is not for nothing.
         for lesson in {lesson.samples: lesson for lesson in self._lessons}.values():
             self._rank(lesson)
         self._lessons.clear()
+
+    def _sharpen(self, lesson: _Lesson) -> None:
+        """By what the target emitted of its own; at drawn drafts that is as much the draft's choice."""
+        sharpness, first = self._sharpness[lesson.samples], len(lesson.trunk) if lesson.drawn else 0
+        for candidates, logits, token_id in list(zip(lesson.candidates, lesson.logits, lesson.emitted))[first:]:
+            (found,) = np.nonzero(candidates.token_ids[: self.num_candidates] == token_id)
+            if len(found):
+                sharpness.observe(logits, int(found[0]))
 
     def _rank(self, lesson: _Lesson) -> None:
         """Where the outcome was among the most probable ones."""
@@ -100,7 +109,9 @@ class Forecast:
         token_ids = np.stack([c.token_ids[: self.num_candidates] for c in lesson.candidates])
         sharpness = self._sharpness[lesson.samples].value
         ranks = self._bet_ranks[lesson.samples]
-        ranking = most_probable_outcomes(token_ids, np.stack(lesson.logits), lesson.trunk, ranks.RANKS, sharpness)
+        acceptance = self._drawn_acceptance.rates(len(lesson.trunk)) if lesson.drawn else None
+        logits = np.stack(lesson.logits)
+        ranking = most_probable_outcomes(token_ids, logits, lesson.trunk, ranks.RANKS, sharpness, acceptance)
         outcome = (len(lesson.emitted) - 1, lesson.emitted[-1])
         ranks.observe(0, ranking.index(outcome) if outcome in ranking else None)
 
@@ -148,16 +159,19 @@ class Forecast:
         value = self._sharpness[sequence.samples].value
         return value / sequence.temperature if sequence.samples else value
 
+    def acceptance_of(self, sequence: Sequence) -> list[float] | None:
+        """Of each draft of its trunk, given those before; None if they were not drawn: their probabilities tell."""
+        return self._drawn_acceptance.rates(len(sequence.trunk)) if _is_drawn(sequence) else None
+
     def outcomes(self, sequence: Sequence, budget: int) -> list[tuple[int, int]]:
         """At most `budget` bets of this draft's own: (drafts accepted, token that follows)."""
         part = self.part
         if self.by_row and len(sequence.candidates) == len(sequence.trunk) + 1:
             token_ids = np.stack([c.token_ids[: self.num_candidates] for c in sequence.candidates])
             logits = np.stack([c.logits[: self.num_candidates] for c in sequence.candidates])
-            sharpness = self.sharpness_of(sequence)
-            if part.count == 1:
-                return most_probable_outcomes(token_ids, logits, sequence.trunk, budget, sharpness)
-            ranking = most_probable_outcomes(token_ids, logits, sequence.trunk, token_ids.size, sharpness)
+            sharpness, acceptance = self.sharpness_of(sequence), self.acceptance_of(sequence)
+            most = budget if part.count == 1 else token_ids.size
+            ranking = most_probable_outcomes(token_ids, logits, sequence.trunk, most, sharpness, acceptance)
             return [outcome for outcome in ranking if part.holds(*outcome)][:budget]
         counts = self._fan_out.counts(len(sequence.trunk), budget, self._acceptance.rate)
         return [
@@ -174,6 +188,11 @@ class Forecast:
         """Logits of the best candidates at the request's temperature."""
         logits = candidates.logits[: self.num_candidates]
         return logits / sequence.temperature if sequence.samples else logits
+
+
+def _is_drawn(sequence: Sequence) -> bool:
+    """Whether the drafts in flight were drawn, each from its law."""
+    return sequence.samples and sequence.trunk_c is not None and bool(sequence.trunk)
 
 
 def _alternatives(sequence: Sequence, offset: int, count: int, part: Part) -> list[int]:

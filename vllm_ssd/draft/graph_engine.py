@@ -274,6 +274,7 @@ class GraphEngine(DraftEngine):
             [rows[sequence.seq_id] for sequence in sequences],
             [sequence.trunk for sequence in sequences],
             [self._forecast.sharpness_of(sequence) for sequence in sequences],
+            [self._forecast.acceptance_of(sequence) for sequence in sequences],
             self._forecast.fan_out(),
             self._forecast.part,
         )

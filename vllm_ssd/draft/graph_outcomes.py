@@ -7,8 +7,10 @@ Shapes: S sequences, P positions where a verification may stop, C candidates, N 
 import torch
 
 from vllm_ssd.draft.forecast import Part
+from vllm_ssd.fanout import IMPOSSIBLE, MOST_CERTAIN
 
-_IMPOSSIBLE = -60.0  # relative logit of a candidate that cannot be; finite, so that no sum is NaN
+UNKNOWN = -1.0
+"""An acceptance that the draft's own probability stands for."""
 
 
 def most_probable_outcomes(
@@ -17,6 +19,7 @@ def most_probable_outcomes(
     trunks: torch.Tensor,
     lengths: torch.Tensor,
     sharpness: torch.Tensor,
+    acceptance: torch.Tensor,
     budget: int,
     part: Part | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -24,15 +27,15 @@ def most_probable_outcomes(
 
     `values` [S, P, C] float32 logits, `token_ids` [S, P, C] int32: candidates after the committed tokens and
     trunk[:k], best first. `trunks` [S, P - 1] int32, `lengths` [S] int32: how many of them are drafts.
-    `sharpness` [S] float32, divided by the temperature where rows sample. `part`: the class of outcomes
-    to choose from, if other drafts build the rest.
+    `sharpness` [S] float32, divided by the temperature where rows sample. `acceptance` [S, P - 1] float32 of
+    drawn drafts, UNKNOWN for others. `part`: the class of outcomes to choose from, if other drafts build the rest.
 
     Returns k and t*, [S, N] int32, and whether there is such an outcome, [S, N] bool.
     """
     size, positions, width = values.shape
     largest = torch.finfo(torch.float32).max
     values = values.clamp(-largest, largest)
-    scaled = sharpness[:, None, None] * (values - values[..., :1]).clamp(min=_IMPOSSIBLE)
+    scaled = sharpness[:, None, None] * (values - values[..., :1]).clamp(min=IMPOSSIBLE)
     log_probs = scaled.log_softmax(dim=-1)  # [S, P, C]
     position = torch.arange(positions, device=values.device)
     in_trunk = position[:-1] < lengths[:, None]  # [S, P - 1]
@@ -40,6 +43,12 @@ def most_probable_outcomes(
     # A draft that is not among the candidates is taken for as probable as the last of them.
     likely = torch.where(own, log_probs[:, :-1], 0.0).sum(dim=-1)
     accepted = torch.where(own.any(dim=-1), likely, log_probs[:, :-1].amin(dim=-1))
+    drawn = (acceptance > UNKNOWN) & in_trunk
+    rates = acceptance.clamp(1.0 - MOST_CERTAIN, MOST_CERTAIN)
+    others = torch.log1p(-torch.where(own, log_probs[:, :-1].exp(), 0.0).sum(dim=-1).clamp(max=MOST_CERTAIN))
+    left = torch.where(drawn, torch.log1p(-rates) - others, 0.0)
+    log_probs = log_probs + torch.nn.functional.pad(left, (0, 1))[..., None]
+    accepted = torch.where(drawn, rates.log(), accepted)
     reached = torch.nn.functional.pad(accepted.cumsum(dim=-1), (1, 0))  # [S, P]
     log_probs = log_probs + reached[..., None]
     # The trunk's own next token is no outcome at its row, and there is no row beyond the trunk.

@@ -21,7 +21,7 @@ import torch
 from vllm_ssd.draft.forecast import Part
 from vllm_ssd.draft.graph_buffers import RowBuffers, Shape, Staging, TreeBuffers
 from vllm_ssd.draft.graph_decoder import GraphDecoder
-from vllm_ssd.draft.graph_outcomes import most_probable_outcomes
+from vllm_ssd.draft.graph_outcomes import UNKNOWN, most_probable_outcomes
 from vllm_ssd.draft.graph_planting import Planting, Step, law_columns
 from vllm_ssd.draft.graph_rows import HostRows, joined
 from vllm_ssd.draft.graph_runner import GraphRunner, bucket_of, buckets
@@ -61,7 +61,8 @@ class GraphRound:
         ]
         self._host_bets = torch.zeros(self._tree.bets.shape, dtype=torch.int32, **pinned)
         self._host_glue = [
-            torch.zeros(tensor.shape, dtype=tensor.dtype, **pinned) for tensor in (self._tree.glue_ids, self._tree.glue_values)
+            torch.zeros(tensor.shape, dtype=tensor.dtype, **pinned)
+            for tensor in (self._tree.glue_ids, self._tree.glue_values)
         ]
         self._glued = 0  # rows of the last glue
         self._count = self._bucket = self._per_block = self._begun = 0
@@ -117,34 +118,43 @@ class GraphRound:
         first_rows: Sequence[int],
         trunks: Sequence[Sequence[int]],
         sharpness: Sequence[float],
+        acceptance: Sequence[Sequence[float] | None],
         fan_out: Sequence[int],
         part: Part | None = None,
     ) -> None:
         """Begin a round with the most probable outcomes by the candidates of the last `glue`, and those added.
 
-        For each planting: their row after its last committed token, the drafts in flight, and by
-        what its logits are multiplied before they are probabilities. All plantings have as many tail
-        slots. `part`: the class of outcomes to choose from, if other drafts build the rest.
+        For each planting: their row after its last committed token, the drafts in flight, by what its logits
+        are multiplied before they are probabilities, and the drafts' acceptance if they were drawn.
+        All plantings have as many tail slots. `part`: the class of outcomes to choose from, if other drafts build
+        the rest.
         """
         self._lay_out(plantings, fan_out)
         size, positions = len(plantings), max(map(len, trunks)) + 1
         table = np.full((size, positions + 1), -1, dtype=np.int32)
-        for row, trunk in zip(table, trunks):
+        rates = np.full((size, positions - 1), UNKNOWN, dtype=np.float32)
+        for row, trunk, rate, measured in zip(table, trunks, rates, acceptance):
             row[: len(trunk)] = trunk
             row[positions] = len(trunk)
+            if measured is not None:
+                rate[: len(trunk)] = measured
         device = self._decoder.device
         sent = torch.zeros(table.shape, dtype=torch.int32, device=device)
         self._staging.send(table, sent)
+        sent_rates = torch.zeros(rates.shape, device=device)
+        self._staging.send(rates, sent_rates)
         facts = torch.zeros(3, size, device=device)
         lengths = [planting.length for planting in plantings]
         self._staging.send(np.asarray([first_rows, sharpness, lengths], dtype=np.float32), facts)
-        at = (facts[0].long()[:, None] + torch.arange(positions, device=device)).clamp(max=len(self._tree.glue_values) - 1)
+        at = facts[0].long()[:, None] + torch.arange(positions, device=device)
+        at = at.clamp(max=self._shape.max_rows - 1)
         offsets, tokens, possible = most_probable_outcomes(
             self._tree.glue_values[at][..., : self._num_candidates],
             self._tree.glue_ids[at][..., : self._num_candidates],
             sent[:, : positions - 1],
             sent[:, positions],
             facts[1],
+            sent_rates,
             self._count // size,
             part,
         )
