@@ -9,8 +9,8 @@ from vllm_ssd.statistics import DriftingTime, MixedAcceptance
 
 _PROBE_EVERY = 64  # rounds between looks at whether drafting pays again
 _PROBE_ROUNDS = 4  # that a look takes: the draft has no tree at its first round
-_EXPLORE_EVERY = 8  # rounds between detours while all loads were alike
-_ENOUGH_SPREAD = 0.05
+_DETOUR_EVERY = (8, 32)  # rounds between looks at another depth: at first, later
+_DETOUR_ROUNDS = 2  # that such a look takes: the tree of the first is as deep as the rounds before
 
 
 class DepthControl:
@@ -22,6 +22,8 @@ class DepthControl:
         self._acceptance = MixedAcceptance(most)
         self._verify_time = DriftingTime()  # by tokens in the batch
         self._round = 0
+        self._detours = self._detour = 0  # how many; the depth of the latest
+        self._probes = self._probed = False  # in the coming verification, in the one before
         self.depth = most
         """What was chosen last."""
 
@@ -30,8 +32,12 @@ class DepthControl:
         self._verify_time.observe(num_tokens, seconds)
 
     def observe_outcome(self, num_drafts: int, num_accepted: int, samples: bool = False) -> None:
-        """Of `num_drafts` drafts of a row, the first `num_accepted` were accepted."""
-        self._acceptance.observe(num_drafts, num_accepted, samples)
+        """Of `num_drafts` drafts of a row, the first `num_accepted` were accepted.
+
+        In the verification that ended before the latest `choose`. A row of a probe speaks for the rounds between.
+        """
+        rows = _PROBE_EVERY / _PROBE_ROUNDS if self._probed else 1.0
+        self._acceptance.observe(num_drafts, num_accepted, samples, rows)
 
     def expected_tokens(self, num_drafts: int) -> float:
         """E of a row with so many drafts, in the latest batch's mixture of greedy and sampled rows."""
@@ -59,11 +65,22 @@ class DepthControl:
         self._round += 1
         self._acceptance.sampled_share = sampled / rows if rows else 0.0
         self.depth = self._best(rows)
-        if self.depth == 0 and self._round % _PROBE_EVERY >= _PROBE_EVERY - _PROBE_ROUNDS:
-            self.depth = 1
-        elif rows > 1 and self._verify_time.spread < _ENOUGH_SPREAD and self._round % _EXPLORE_EVERY == 0:
-            self.depth = self._most // 2
+        self._probed, self._probes = self._probes, False
+        if self.depth == 0:
+            self._probes = self._round % _PROBE_EVERY >= _PROBE_EVERY - _PROBE_ROUNDS
+            self.depth = int(self._probes)
+        elif (left := -self._round % _DETOUR_EVERY[self._verify_time.trusted]) < _DETOUR_ROUNDS:
+            if left == _DETOUR_ROUNDS - 1:
+                self._detour = self._another(self.depth)
+            self.depth = self._detour
         return self.depth
+
+    def _another(self, depth: int) -> int:
+        """A depth to look at: its neighbours in turn with the deepest and a middle one."""
+        self._detours += 1
+        around = (depth + 1, depth - 1, self._most, self._most // 2)
+        others = [other for other in around if 0 < other <= self._most and other != depth]
+        return others[self._detours % len(others)] if others else 0
 
     def _best(self, rows: int) -> int:
         if not self._verify_time.trusted:

@@ -5,7 +5,8 @@ for the m drafts that bring the most. Waiting costs time in which the batch woul
 second, so the gain of a round is N(m) − R · (T_v(m) + T_jit(m)), N being the expected tokens of the
 whole batch and R its rate in the long run; every quantity is measured while running. (To compare
 N(m) / T(m) of this round alone is wrong: a round after a miss is a poor one, and would wait too long.
-So is an R over steps in which prompts are read: they take their time whatever is decided here.)
+So is an R over steps in which prompts are read, if there are others: they take their time whatever is
+decided here.)
 
 The choice also decides how the next round begins. Where no drafts are verified, the verification can
 end in one place only, and the tree bets on that with all its branches: the round after is a hit more
@@ -19,13 +20,14 @@ from collections.abc import Sequence
 
 from vllm_ssd.config import SaguaroConfig
 from vllm_ssd.depth import DepthControl
-from vllm_ssd.statistics import LinearTime, MixedAcceptance
+from vllm_ssd.statistics import DriftingTime, MixedAcceptance
 
-_PROBE_EVERY = 32  # decisions between trials of waiting, to notice when it pays again
-_PROBE_SHARE = 0.02  # of the time between them, that a trial may take
+_TRIAL_EVERY = 32  # decisions between trials of what was not chosen, to notice when it pays
+_TRIAL_SHARE = 0.02  # of the time between them, that a trial of waiting may take
+_FIRST_WAITS = 3  # before waiting is judged: the first of an engine may be slow
+_NGRAM_MEMORY = 20.0  # rows
 _UNKNOWN_PATIENCE = 1.0  # seconds to wait while nothing was measured
 _PATIENCE = 4.0  # times the expected wait
-_FORGET_WAIT = 0.8  # weight of the past at each wait: they are rare, and the first of an engine are slow
 _FORGET_ROUND = 0.95  # weight of the past at each round: the batch changes
 _LONGEST_ROUND = 2.0  # seconds; longer ones were pauses
 
@@ -37,17 +39,22 @@ class FallbackRule:
         self._setting = config.fallback
         self._threshold = config.fallback_batch_threshold
         self._depth = depth
-        self._wait_time = LinearTime(_FORGET_WAIT)  # by number of drafts waited for
+        self._wait_time = DriftingTime(in_proportion=True)  # by number of drafts waited for
         self._came = 1.0  # part of the drafts waited for that came in time
         self._emitted = self._seconds = 0.0  # of the whole batch, over the recent rounds
+        self._only_mixed = True  # of these rounds, all read prompts
         self._acceptance = MixedAcceptance(config.num_speculative_tokens)  # of drafts that were waited for
+        self._waits = 0
         self._ngram_tokens = 1.0  # tokens a row emits after n-grams were looked up
+        self._ngram_rows = 1.0  # that this is the mean of
         # Chance of a hit in the next round of a row that missed or not, by whether the batch waited.
         self._next_hit = {(missed, waited): 0.5 for missed in (True, False) for waited in (True, False)}
-        self._decisions, self._seconds_since = 0, 0.0  # since the last trial
+        self._decisions, self._seconds_since = 0, 0.0  # all alike; since the last trial
+        self._chose_to_wait = False
 
     def observe_wait(self, num_drafts: int, seconds: float, came: float = 1.0) -> None:
         """Waiting for `num_drafts` drafts took `seconds`, and this part of them came."""
+        self._waits += 1
         self._wait_time.observe(num_drafts, seconds)
         self._came += 0.5 * (came - self._came)
 
@@ -57,19 +64,22 @@ class FallbackRule:
 
     def observe_ngrams(self, num_emitted: int) -> None:
         """A row that took n-grams, or found none, emitted so many tokens."""
-        self._ngram_tokens += 0.05 * (num_emitted - self._ngram_tokens)
+        self._ngram_rows = min(self._ngram_rows + 1.0, _NGRAM_MEMORY)
+        self._ngram_tokens += (num_emitted - self._ngram_tokens) / self._ngram_rows
 
     def observe_next(self, missed: bool, waited: bool, hit: float) -> None:
         """A row missed or not, its batch waited or not; in the next round this part of its drafts was there."""
         self._next_hit[missed, waited] += 0.05 * (hit - self._next_hit[missed, waited])
 
-    def observe_round(self, num_emitted: int, seconds: float) -> None:
+    def observe_round(self, num_emitted: int, seconds: float, reads_prompts: bool = False) -> None:
         """A round of the whole batch emitted so many tokens, from one selection of drafts to the next.
 
-        Of rounds in which no prompt was read.
+        Rounds that read prompts count only until there are others.
         """
-        if seconds > _LONGEST_ROUND:
+        if seconds > _LONGEST_ROUND or (reads_prompts and not self._only_mixed):
             return
+        if self._only_mixed and not reads_prompts:
+            self._only_mixed, self._emitted, self._seconds = False, 0.0, 0.0
         self._seconds_since += seconds
         self._emitted = _FORGET_ROUND * self._emitted + num_emitted
         self._seconds = _FORGET_ROUND * self._seconds + seconds
@@ -91,18 +101,23 @@ class FallbackRule:
         if self._threshold is not None:
             return depth if len(hits) + misses <= self._threshold else 0
         self._acceptance.sampled_share = self._depth.sampled_share
-        if not self._wait_time.known or self._is_time_for_a_trial(depth):
+        if self._waits < _FIRST_WAITS:
             return depth
         worth_of_hit = self._worth_of_hit(depth)
-        return max(
+        best = max(
             range(depth, -1, -1),
             key=lambda m: self._gain(hits, misses, m) + self._hits_after(hits, misses, m) * worth_of_hit,
         )
+        if self._is_time_for_a_trial(best, depth):
+            return 0 if best else depth
+        return best
 
-    def _is_time_for_a_trial(self, depth: int) -> bool:
-        self._decisions += 1
-        affordable = self._wait_time.seconds(depth) <= _PROBE_SHARE * self._seconds_since
-        if self._decisions < _PROBE_EVERY or not affordable:
+    def _is_time_for_a_trial(self, best: int, depth: int) -> bool:
+        """Whether to do what was not chosen for long: wait for `depth` drafts, or not."""
+        self._decisions = self._decisions + 1 if (best > 0) == self._chose_to_wait else 1
+        self._chose_to_wait = best > 0
+        affordable = best > 0 or self._wait_time.seconds(depth) <= _TRIAL_SHARE * self._seconds_since
+        if self._decisions < _TRIAL_EVERY or not affordable:
             return False
         self._decisions, self._seconds_since = 0, 0.0
         return True
@@ -128,8 +143,6 @@ class FallbackRule:
             waited = self._wait_time.seconds(wanted)
         num_tokens = sum(hits) + len(hits) + misses * load
         verify = self._depth.verify_seconds_of(num_tokens)
-        if verify == 0.0:
-            return float(wanted)  # nothing measured yet: wait
         if self._seconds == 0.0:  # the first rounds: as if all were like this one
-            return (tokens_hit + misses * tokens) / (verify + waited)
+            return (tokens_hit + misses * tokens) / (verify + waited) if verify else float(wanted)
         return tokens_hit + misses * tokens - self._emitted / self._seconds * (verify + waited)

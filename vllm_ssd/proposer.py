@@ -153,8 +153,9 @@ class Proposer:
     def propose(self, rows: Sequence[Row], ngrams: NgramProposer) -> list[Proposal]:
         """Drafts for the rows that just emitted tokens, in their order."""
         began = time.perf_counter()
-        if self._selected_at and self._only_decoded:
-            self._fallback.observe_round(sum(len(row.emitted) for row in rows), began - self._selected_at)
+        if self._selected_at:
+            num_emitted = sum(len(row.emitted) for row in rows)
+            self._fallback.observe_round(num_emitted, began - self._selected_at, not self._only_decoded)
         self._selected_at, self._only_decoded = began, False
         self._receive()
         depth = self._depth.choose(len(rows), sum(self._samples(row) for row in rows))

@@ -499,8 +499,8 @@ def test_long_prompts_are_read_in_chunks(length: int) -> None:
 
 def test_trees_grow_while_a_prompt_is_read() -> None:
     """A long prompt of one request holds up the trees of another."""
-    target, _ = make()
-    target.tell([target.start(0, PROMPT), target.start(1, [1] * 2000)])
+    target, _ = make(num_slots=16_384)
+    target.tell([target.start(0, PROMPT), target.start(1, [1] * 8000)])
     target.run(8)
     assert {len(bet.chain) for bet in target.branches(0)} == {DEPTH}
     assert not target.branches(1)

@@ -550,11 +550,10 @@ def test_rounds_in_which_prompts_are_read_do_not_make_waiting_cheap(monkeypatch:
     game.start("a")
     game.propose(game.row("a", [5]))
     game.propose(game.row("a", [6]))
-    assert not observed
     game.proposer.observe_verify(1, 0.02)
     game.propose(game.row("a", [7]))
     game.propose(game.row("a", [8]))
-    assert [count for count, _ in observed] == [1]
+    assert [(count, reads_prompts) for count, _, reads_prompts in observed] == [(1, True), (1, False), (1, True)]
 
 
 def test_a_draft_hears_of_a_long_verification(game: Game) -> None:

@@ -26,7 +26,7 @@ from vllm_ssd.draft.sequence import Candidates, Sequence
 from vllm_ssd.draft.sequences import Sequences
 from vllm_ssd.messages import Law, Push, Report, Round
 from vllm_ssd.sampling import top_tokens
-from vllm_ssd.statistics import LinearTime
+from vllm_ssd.statistics import DriftingTime
 
 _GLUE_LIMIT = 64  # more pending tokens than this are a prefill
 _PREFILL_CHUNK = (16, 512)  # tokens, least and most in one forward
@@ -64,7 +64,7 @@ class DraftEngine:
         self._drawer = Drawer(config.draft_top_m, seed)
         self._bandit = SaguaroBandit(config.saguaro_c, seed)
         self._pace = Pace(config.tree_budget)
-        self._prefill_time = LinearTime()  # by number of tokens
+        self._prefill_time = DriftingTime(in_proportion=True)  # by number of tokens
         self._planner = Planner(
             self._sequences, self._forecast, self._pace, config.num_speculative_tokens, config.most_branches
         )
@@ -205,8 +205,8 @@ class DraftEngine:
     def _prefill(self, sequence: Sequence, seconds: float) -> Forwards:
         """One chunk of a prompt, of about this length in time."""
         least, most = _PREFILL_CHUNK
-        slope = self._prefill_time.slope()
-        tokens = min(max(int(seconds / slope), least), most) if slope > 0 else 2 * least
+        known = self._prefill_time.known
+        tokens = max(self._prefill_time.most_within(seconds, most), least) if known else 2 * least
         before = len(sequence.slots)
         began = time.perf_counter()
         yield from self._feed_pending([sequence], tokens)

@@ -13,6 +13,7 @@ from vllm_ssd.statistics import Deviation, DriftingTime
 _DEVIATIONS = 3.0  # standard deviations of the times that a tree leaves free when it is planned
 _DEVIATIONS_UNDER_WAY = 0.5  # the same while it grows: what was planned is cut when it gets late, not before
 _LEAST_SHARE = 0.7  # on a restless machine too: narrow trees cost more than late ones
+_MOST_BRANCHES = 2048  # of all trees
 _WIDTHS = (1, 2, 4, 6, 8, 12, 16, 24, AUTO_BRANCHES)  # few: each new shape costs a compilation on a CPU
 
 
@@ -26,7 +27,7 @@ class Pace:
         self._verify_ratio = Deviation()  # measured to expected
         self.verify_seconds = 0.0
         """What the verification under way is expected to take; 0 if that is unknown."""
-        self._began = 0.0
+        self._round_began = self._began = 0.0  # the latter from when it is expected to take as long
         self._extended = False
         self._delayed = False
 
@@ -36,17 +37,17 @@ class Pace:
         `observe`: a verification has just ended, the one that the last call spoke of. If not, this is news of the
         one under way, which prompts of others may make much longer.
         """
-        if observe and self.verify_seconds > 0.0 and not (self._extended or self._delayed):
-            self._verify_ratio.observe((began - self._began) / self.verify_seconds)
+        if observe and self.verify_seconds > 0.0 and not self._delayed:
+            self._verify_ratio.observe((began - self._round_began) / self.verify_seconds)
         grows = verify_seconds > OVERDUE * self.verify_seconds > 0.0
         self._delayed = not observe and (grows or self._delayed)
         self.verify_seconds = verify_seconds
         self._extended = False
-        self._began = began
+        self._round_began = self._began = began
 
     def restart_clock(self) -> None:
         """The target waited until now before it could verify."""
-        self._began = time.perf_counter()
+        self._round_began = self._began = time.perf_counter()
 
     def extend(self) -> None:
         """The verification is overdue: expect it to take once more as long."""
@@ -112,7 +113,7 @@ class Pace:
         """How long until then; infinite while nothing is expected."""
         if not self._timed or self._fixed is not None:
             return math.inf
-        return OVERDUE * self.verify_seconds - self._elapsed
+        return OVERDUE * self._verify_ratio.mean * self.verify_seconds - self._elapsed
 
     @property
     def _timed(self) -> bool:
@@ -125,7 +126,7 @@ class Pace:
 
     def _share(self, deviations: float) -> float:
         spread = math.hypot(self._verify_ratio.deviation, self._step_time.deviation)
-        return max(self._verify_ratio.mean - deviations * spread, _LEAST_SHARE)
+        return max(1.0 - deviations * spread, _LEAST_SHARE) * self._verify_ratio.mean
 
     def _seconds_until(self, deviations: float) -> float:
         """The time until so many standard deviations before the expected end."""
@@ -141,10 +142,7 @@ class Pace:
 
     def _branches_within(self, seconds: float) -> int:
         """The most branches of a step that takes no longer than `seconds`; 0 if even one does."""
-        first, slope = self.step_seconds(1), self._step_time.slope()
-        if seconds < first:
-            return 0
-        return 1 + int((seconds - first) / slope) if slope > 0.0 else AUTO_BRANCHES
+        return self._step_time.most_within(seconds, _MOST_BRANCHES if self._step_time.trusted else AUTO_BRANCHES)
 
 
 def _usual_width(most: int) -> int:
