@@ -6,7 +6,8 @@
 
 The target answers the prompts once, greedily and without speculation. Then its answers are
 replayed as verifications of the draft's own drafts: at each, every fan-out lays its bets before
-the outcome is shown to it. No time is measured, so the figures do not depend on the machine.
+the outcome is shown to it. With `--temperature` the drafts are drawn, and verified by rejection sampling
+against the target's law. No time is measured, so the figures do not depend on the machine.
 
 With `--parts N` the bets are also shared out among N drafts, as with the option `draft_devices`: each lays
 its part of the branches on outcomes of its own class.
@@ -21,7 +22,7 @@ import itertools
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,10 @@ FAN_OUTS = ("uniform", "geometric", "measured")
 def main() -> int:
     args = parse_args()
     prompts = read_prompts(args.prompts, args.limit)
-    answers = target_answers(args, prompts)
-    rows = replay(args, answers)
+    if args.temperature > 0:
+        rows = replay(args, sampled_verifications(args, prompts))
+    else:
+        rows = replay(args, verifications(args, target_answers(args, prompts)))
     print(table(rows))
     args.json.write_text(json.dumps(rows, indent=1) + "\n")
     if args.plot:
@@ -52,7 +55,7 @@ def target_answers(args: argparse.Namespace, prompts: list[str]) -> list[tuple[l
     return [(list(output.prompt_token_ids), list(output.outputs[0].token_ids)) for output in outputs]
 
 
-def replay(args: argparse.Namespace, answers: list[tuple[list[int], list[int]]]) -> list[dict[str, Any]]:
+def replay(args: argparse.Namespace, verified: Iterable[tuple[Any, list[int]]]) -> list[dict[str, Any]]:
     """A row for each fan-out and number of branches."""
     forecasts = {
         (name, branches): Bets(args, name, branches, 1) for name, branches in itertools.product(FAN_OUTS, args.branches)
@@ -62,7 +65,7 @@ def replay(args: argparse.Namespace, answers: list[tuple[list[int], list[int]]])
     foreseen: collections.Counter[tuple[str, int]] = collections.Counter()
     cells: collections.Counter[tuple[int, int]] = collections.Counter()
     lookups = emitted_tokens = 0
-    for sequence, emitted in verifications(args, answers):
+    for sequence, emitted in verified:
         outcome = (len(emitted) - 1, emitted[-1])
         for key, bets in forecasts.items():
             foreseen[key] += bets.hold(sequence, outcome)
@@ -102,36 +105,98 @@ class Bets:
 
 def verifications(args: argparse.Namespace, answers: list[tuple[list[int], list[int]]]) -> Iterator[tuple[Any, list]]:
     """Each verification of K drafts: the draft's sequence before it, and what the target emits."""
-    import torch
-
-    from vllm_ssd.config import SaguaroConfig
-    from vllm_ssd.draft.engine import DraftEngine
-    from vllm_ssd.draft.model import DraftModel
-    from vllm_ssd.messages import Outcome, Round, Start, pack_tokens
-
-    config = SaguaroConfig(args.draft, args.k)
     vocab_size = 1 + max(token for prompt, answer in answers for token in (*prompt, *answer))
-    model = DraftModel(config, torch.device("cpu"), max(vocab_size, args.vocab_size))
-    longest = max(len(prompt) + len(answer) for prompt, answer in answers)
-    engine = DraftEngine(model, config, model.allocate_kv_cache(None, 2 * longest + 4096))
-    for number, (prompt, answer) in enumerate(answers):
-        start = Start(number, pack_tokens(prompt), [], 0.0, 0, 1.0)
-        engine.begin_round(Round(0, [start], [], [number - 1] if number else [], args.k, 0.0))
+    draft = Draft(args, max(vocab_size, args.vocab_size), max(len(prompt) + len(answer) for prompt, answer in answers))
+    for prompt, answer in answers:
+        draft.start(prompt)
         place = 0
         emitted = answer[:1]
         while place + len(emitted) + args.k < len(answer):
-            # Every row waits for K drafts, as after a miss: what is drafted does not depend on the bets.
-            length = len(prompt) + place + len(emitted)
-            engine.begin_round(Round(0, [], [Outcome(number, length, emitted, [], args.k)], [], args.k, 0.0))
+            sequence, _ = draft.after(emitted)
             place += len(emitted)
-            sequence = engine.sequence(number)
-            while sequence.wanted or sequence.pending:
-                engine.step()
-            engine.take_push()
             drafts = sequence.trunk
             accepted = next((i for i, draft in enumerate(drafts) if draft != answer[place + i]), len(drafts))
             emitted = answer[place : place + accepted + 1]
             yield sequence, emitted
+
+
+def sampled_verifications(args: argparse.Namespace, prompts: list[str]) -> Iterator[tuple[Any, list[int]]]:
+    """The same of drawn drafts: accepted with min(1, p / q), else the residual's token is emitted."""
+    import numpy as np
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer, generator = AutoTokenizer.from_pretrained(args.target), np.random.default_rng(0)
+    target = AutoModelForCausalLM.from_pretrained(args.target, dtype=torch.float32).eval()
+    vocab_size = args.vocab_size or target.config.vocab_size
+    draft = Draft(args, vocab_size, args.max_model_len)
+
+    @torch.inference_mode()
+    def laws_after(tokens: list[int], drafts: list[int]) -> np.ndarray:  # p, [len(drafts) + 1, vocab_size]
+        logits = target(torch.tensor([tokens + drafts])).logits[0, len(tokens) - 1 :, :vocab_size]
+        return torch.softmax(logits.double() / args.temperature, dim=-1).numpy()
+
+    for text in prompts:
+        tokens = tokenizer(text)["input_ids"][: args.max_model_len - args.max_tokens - args.k]
+        draft.start(tokens, args.temperature)
+        end = len(tokens) + args.max_tokens
+        emitted = [int(generator.choice(vocab_size, p=laws_after(tokens, [])[0]))]
+        while len(tokens) + len(emitted) < end:
+            sequence, drawn_from = draft.after(emitted)
+            tokens = tokens + emitted
+            emitted = []
+            p = laws_after(tokens, sequence.trunk)
+            for place, (token, (ids, probs)) in enumerate(zip(sequence.trunk, drawn_from, strict=True)):
+                q = np.zeros(vocab_size)
+                q[ids] = probs
+                if generator.random() * q[token] >= p[place, token]:
+                    residual = np.maximum(p[place] - q, 0.0)
+                    emitted.append(int(generator.choice(vocab_size, p=residual / residual.sum())))
+                    break
+                emitted.append(token)
+            else:
+                emitted.append(int(generator.choice(vocab_size, p=p[-1])))
+            yield sequence, emitted
+
+
+class Draft:
+    """A draft whose every row waits for K drafts, as after a miss: what it drafts does not depend on bets."""
+
+    def __init__(self, args: argparse.Namespace, vocab_size: int, longest: int) -> None:
+        import torch
+
+        from vllm_ssd.config import SaguaroConfig
+        from vllm_ssd.draft.engine import DraftEngine
+        from vllm_ssd.draft.model import DraftModel
+
+        config = SaguaroConfig(args.draft, args.k)
+        model = DraftModel(config, torch.device("cpu"), vocab_size)
+        self._engine = DraftEngine(model, config, model.allocate_kv_cache(None, 2 * longest + 4096), seed=0)
+        self._k, self._number, self._length = args.k, -1, 0
+
+    def start(self, prompt: list[int], temperature: float = 0.0) -> None:
+        """The next request; the one before is over."""
+        from vllm_ssd.messages import Round, Start, pack_tokens
+
+        self._number += 1
+        start = Start(self._number, pack_tokens(prompt), [], temperature, 0, 1.0)
+        self._engine.begin_round(Round(0, [start], [], [self._number - 1], self._k, 0.0))
+        self._length = len(prompt)
+
+    def after(self, emitted: list[int]) -> tuple[Any, list[tuple[Any, Any]]]:
+        """The sequence with K drafts after these tokens; of drawn ones also the laws, token ids and probabilities."""
+        from vllm_ssd.messages import Growth, Outcome, Round, unpack_law
+
+        self._length += len(emitted)
+        outcome = Outcome(self._number, self._length, emitted, [], self._k)
+        self._engine.begin_round(Round(0, [], [outcome], [], self._k, 0.0))
+        sequence, items = self._engine.sequence(self._number), []
+        while sequence.wanted or sequence.pending:
+            self._engine.step()
+            if (push := self._engine.take_push()) is not None:
+                items += push.items
+        laws = [unpack_law(item.law, 1) for item in items if isinstance(item, Growth) and item.law is not None]
+        return sequence, [(ids[0][ids[0] >= 0], probs[0][ids[0] >= 0]) for ids, probs in laws[: self._k]]
 
 
 def rank_of(sequence: Any, position: int, token_id: int) -> int | None:
@@ -186,6 +251,7 @@ def parse_args() -> argparse.Namespace:
     add("--draft", required=True)
     add("--prompts", type=Path, required=True, help='JSON lines with a key "prompt"')
     add("--limit", type=int, help="use the first N prompts")
+    add("--temperature", type=float, default=0.0, help="0: greedy")
     add("--k", type=int, default=5, help="speculative tokens")
     add("--branches", type=int, nargs="+", default=[4, 8, 16, 24, 32])
     add("--parts", type=int, nargs="*", default=[], help="numbers of drafts that share the branches")
