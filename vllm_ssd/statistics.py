@@ -22,23 +22,22 @@ _ALIKE = 0.05  # logarithm of two loads' ratio, below which they hardly differ
 _LEAST_SECONDS = 1e-9
 _MOST_GROWTH = 1e6
 _HALF_OCTAVE = 0.5 * math.log(2.0)
+_PRIOR = 0.7  # acceptance while nothing was observed
 _NEIGHBOUR = 4.0  # rows that the position before counts for
 
 
 class Deviation:
     """Mean and standard deviation of a ratio of measured to expected, over the recent past."""
 
-    def __init__(self, mean: float = 1.0, deviation: float = 0.05, forget: float = _FORGET) -> None:
-        """`mean`, `deviation`: assumed while little was observed; `forget`: weight of the past each time."""
-        self._forget = forget
-        self.mean = mean
-        self._variance = deviation * deviation
+    def __init__(self) -> None:
+        self.mean = 1.0
+        self._variance = 0.05**2
 
     def observe(self, ratio: float) -> None:
         """Add a ratio; an outlier counts as a stall, and is cut."""
         distance = min(max(ratio - self.mean, -_STALL), _STALL)
-        self.mean += (1.0 - self._forget) * distance
-        self._variance = self._forget * (self._variance + (1.0 - self._forget) * distance * distance)
+        self.mean += (1.0 - _FORGET) * distance
+        self._variance = _FORGET * (self._variance + (1.0 - _FORGET) * distance * distance)
 
     @property
     def deviation(self) -> float:
@@ -185,9 +184,7 @@ class Acceptance:
     with each row, whether it was reached or not, so that deeper drafts are tried again when others do better.
     """
 
-    def __init__(self, num_positions: int, prior: float = 0.7) -> None:
-        """`prior`: a while nothing was observed."""
-        self._prior = prior
+    def __init__(self, num_positions: int) -> None:
         self._accepted = [0.0] * num_positions
         self._weight = [0.0] * num_positions
         self._unit = 1.0  # weight of a row; growing it forgets the past
@@ -209,7 +206,7 @@ class Acceptance:
     def rate(self) -> float:
         """a: the share of drafts accepted, given that those before were."""
         neighbour = _NEIGHBOUR * self._unit
-        return (sum(self._accepted) + neighbour * self._prior) / (sum(self._weight) + neighbour)
+        return (sum(self._accepted) + neighbour * _PRIOR) / (sum(self._weight) + neighbour)
 
     def expected_tokens(self, num_drafts: int) -> float:
         """E: tokens a row emits when `num_drafts` are verified, the bonus or recovery token included."""
@@ -217,7 +214,7 @@ class Acceptance:
 
     def rates(self, num_drafts: int) -> list[float]:
         """a_i of the first drafts."""
-        rates, neighbour = [self._prior], _NEIGHBOUR * self._unit
+        rates, neighbour = [_PRIOR], _NEIGHBOUR * self._unit
         for accepted, weight in zip(self._accepted[:num_drafts], self._weight):
             rates.append((accepted + neighbour * rates[-1]) / (weight + neighbour))
         return rates[1:]
