@@ -16,6 +16,7 @@ _STALL = 0.5  # a ratio that is farther from the mean tells of a stall
 _LEVELS = 15  # measurements that say how fast the device is now
 _GROWTHS = 64  # pairs of measurements that say how the time grows with the load, which hardly changes
 _ELASTICITIES = 32  # the same at a load
+_RENEW_EVERY = 4  # pairs, once there are enough: medians cost time
 _WEIGHT_OF_LINE = 2.0  # against that of the pairs at a load: half octaves that they span
 _FEW = 5  # fewer say nothing
 _ALIKE = 0.05  # logarithm of two loads' ratio, below which they hardly differ
@@ -64,6 +65,7 @@ class DriftingTime:
         self._elasticities: dict[int, deque[tuple[float, float]]] = {}  # half octave → the same of elasticities
         self._ratio = Deviation()  # measured to expected
         self._level = 0.0
+        self._num_pairs = 0
         self._growth = _MOST_GROWTH if in_proportion else 0.0
         self._first, self._corrections, self._sums = 0, [], [0.0]
 
@@ -91,16 +93,20 @@ class DriftingTime:
         if not -noise <= elasticity <= 1.0 + noise:
             return
         self._growths.append((_growth(load, seconds, next_load, next_seconds), span))
+        self._num_pairs += 1
         if not self.trusted:
             return
-        self._growth = max(_weighted_median(self._growths), 0.0)
+        is_due = self._num_pairs <= _GROWTHS or self._num_pairs % _RENEW_EVERY == 0
+        if is_due:
+            self._growth = max(_weighted_median(self._growths), 0.0)
         # Over several half octaves the shape is known already but for this.
         error = elasticity - math.log(self._shape(next_load) / self._shape(load)) / span
         for size in range(int(first), int(last) + 1):
             part = min(last, size + 1) - max(first, size)
             own = self._elasticities.setdefault(size, deque(maxlen=_ELASTICITIES))
             own.append((self._elasticity(size) + error, part))
-        self._set_shape()
+        if is_due:
+            self._set_shape()
 
     def _set_shape(self) -> None:
         first, last = min(self._elasticities), max(self._elasticities)
