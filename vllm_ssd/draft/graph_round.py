@@ -132,34 +132,34 @@ class GraphRound:
         self._lay_out(plantings, fan_out)
         size, positions = len(plantings), max(map(len, trunks)) + 1
         table = np.full((size, positions + 1), -1, dtype=np.int32)
-        rates = np.full((size, positions - 1), UNKNOWN, dtype=np.float32)
-        for row, trunk, rate, measured in zip(table, trunks, rates, acceptance):
+        lengths = [planting.length for planting in plantings]
+        facts = np.full((size, 3 + positions - 1), UNKNOWN, dtype=np.float32)  # what is one number each; acceptance
+        facts[:, :3] = np.asarray([first_rows, sharpness, lengths]).T
+        for row, trunk, rates, measured in zip(table, trunks, facts[:, 3:], acceptance):
             row[: len(trunk)] = trunk
             row[positions] = len(trunk)
             if measured is not None:
-                rate[: len(trunk)] = measured
+                rates[: len(trunk)] = measured
         device = self._decoder.device
         sent = torch.zeros(table.shape, dtype=torch.int32, device=device)
         self._staging.send(table, sent)
-        sent_rates = torch.zeros(rates.shape, device=device)
-        self._staging.send(rates, sent_rates)
-        facts = torch.zeros(3, size, device=device)
-        lengths = [planting.length for planting in plantings]
-        self._staging.send(np.asarray([first_rows, sharpness, lengths], dtype=np.float32), facts)
-        at = facts[0].long()[:, None] + torch.arange(positions, device=device)
+        sent_facts = torch.zeros(facts.shape, device=device)
+        self._staging.send(facts, sent_facts)
+        rows, exponents, above = sent_facts[:, :3].unbind(1)
+        at = rows.long()[:, None] + torch.arange(positions, device=device)
         at = at.clamp(max=self._shape.max_rows - 1)
         offsets, tokens, possible = most_probable_outcomes(
             self._tree.glue_values[at][..., : self._num_candidates],
             self._tree.glue_ids[at][..., : self._num_candidates],
             sent[:, : positions - 1],
             sent[:, positions],
-            facts[1],
-            sent_rates,
+            exponents,
+            sent_facts[:, 3:],
             self._count // size,
             part,
         )
         self._tree.bets[:, : self._bucket].zero_()
-        above = torch.where(possible, facts[2].int()[:, None] + offsets, 0)
+        above = torch.where(possible, above.int()[:, None] + offsets, 0)
         self._tree.bets[0, : self._count] = above.flatten()
         self._tree.bets[1, : self._count] = torch.where(possible, tokens, 0).flatten()
         for host, field in zip(self._host_glue, (self._tree.glue_ids, self._tree.glue_values)):
