@@ -75,6 +75,17 @@ def test_a_tournament_of_several_rounds_keeps_the_best(device, vocab_size: int, 
     assert_same(kernel, draw(logits, laws, top_m, backend="torch"), laws)
 
 
+def test_the_largest_vocabularies(device: torch.device) -> None:
+    """Ids of more than 16 bits are lost."""
+    rows, top_m = (4, 64) if device.type == "cuda" else (1, 4)  # half a minute in the interpreter
+    logits = 3 * torch.randn(rows, 262_144, generator=torch.Generator().manual_seed(0)).to(device)
+    logits[:, -1] = logits.amax(dim=1)  # a tie over the whole vocabulary
+    laws = laws_of(rows, 0, device, greedy_share=0.0)
+    kernel = draw(logits, laws, top_m, backend="triton")
+    assert_same(kernel, draw(logits, laws, top_m, backend="torch"), laws)
+    assert (kernel.token_ids == 262_143).any(dim=1).all()
+
+
 def test_the_law_is_the_one_used_on_the_host(device: torch.device) -> None:
     """Drafts of the two paths are verified against different laws for the same request."""
     logits = 3 * torch.randn(200, 40, generator=torch.Generator().manual_seed(0)).to(device)
