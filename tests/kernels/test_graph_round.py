@@ -109,6 +109,7 @@ def test_the_tree_is_the_engines(model: DraftModel, changes: dict) -> None:
             [trunk for _, trunk in PROMPTS],
             [1.0] * len(PROMPTS),
             [None] * len(PROMPTS),
+            1.0,
             [2] * (K + 1),
         )
         graph_round.grow(DEPTH)
@@ -201,8 +202,11 @@ def test_outcomes_are_those_of_the_host() -> None:
         sharpness = generator.uniform(0.3, 2.0, size).astype(np.float32)
         acceptance = generator.uniform(0.0, 1.0, trunks.shape).astype(np.float32)
         acceptance[generator.random(size) < 0.5] = UNKNOWN
+        recovered = float(generator.uniform(0.01, 2.0))
         offsets, tokens, possible = most_probable_outcomes(
-            *(torch.from_numpy(a) for a in (values, token_ids, trunks, lengths, sharpness, acceptance)), budget
+            *(torch.from_numpy(a) for a in (values, token_ids, trunks, lengths, sharpness, acceptance)),
+            recovered,
+            budget,
         )
         for row, length in enumerate(lengths):
             expected = on_the_host(
@@ -212,6 +216,7 @@ def test_outcomes_are_those_of_the_host() -> None:
                 budget,
                 float(sharpness[row]),
                 None if (acceptance[row] == UNKNOWN).all() else acceptance[row, :length].tolist(),
+                recovered,
             )
             mine = [(int(k), int(t)) for k, t, there in zip(offsets[row], tokens[row], possible[row]) if there]
             assert mine == expected

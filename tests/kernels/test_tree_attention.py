@@ -107,7 +107,7 @@ def test_the_twin_is_softmax_over_the_slots_named(device: torch.device) -> None:
             torch.testing.assert_close(mixed[row, head], expected)
 
 
-@pytest.mark.parametrize(("context", "splits"), ((1, 16), (8192, 4), (16_384, 16)))
+@pytest.mark.parametrize(("context", "splits"), ((1, 16), (8192, 4), (131_072, 16)))
 def test_long_contexts_are_split_and_merged(device: torch.device, context: int, splits: int) -> None:
     """A split of a long context is lost, or counted twice; most splits of a short one are empty."""
     generator = torch.Generator().manual_seed(context)
