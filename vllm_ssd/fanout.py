@@ -103,6 +103,7 @@ def most_probable_outcomes(
     budget: int,
     sharpness: float,
     acceptance: Sequence[float] | None = None,
+    recovered: float = 1.0,
 ) -> list[tuple[int, int]]:
     """The `budget` most probable outcomes (k, t*), best first.
 
@@ -112,7 +113,8 @@ def most_probable_outcomes(
 
     An argmax draft, or one from n-grams, is accepted with the probability that the target gives it, for which
     the draft's own stands. A drawn one is accepted with min(1, p / q), however improbable it was: its chance is
-    what is measured, `acceptance` ([len(trunk)], given those before), and what is left goes to the other candidates.
+    what is measured, `acceptance` ([len(trunk)], given those before), and of what is left the share `recovered` goes
+    to the other candidates (`statistics.Recovery`).
     """
     logits = np.clip(logits, -_LARGEST_LOGIT, _LARGEST_LOGIT)  # infinite ones would be NaN
     scaled = sharpness * np.maximum(logits - logits[:, :1], IMPOSSIBLE)
@@ -123,7 +125,7 @@ def most_probable_outcomes(
     if acceptance is not None:
         others = np.log1p(-np.minimum(np.where(own, np.exp(log_probs[:-1]), 0.0).sum(axis=1), MOST_CERTAIN))
         rates = np.clip(np.asarray(acceptance, dtype=np.float64), 1.0 - MOST_CERTAIN, MOST_CERTAIN)
-        log_probs[:-1] += (np.log1p(-rates) - others)[:, None]
+        log_probs[:-1] += (np.log(recovered) + np.log1p(-rates) - others)[:, None]
         accepted = np.log(rates)
     log_probs[1:] += np.cumsum(accepted)[:, None]
     log_probs[:-1][own] = -np.inf

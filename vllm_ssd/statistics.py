@@ -25,6 +25,7 @@ _MOST_GROWTH = 1e6
 _HALF_OCTAVE = 0.5 * math.log(2.0)
 _PRIOR = 0.7  # acceptance while nothing was observed
 _NEIGHBOUR = 4.0  # rows that the position before counts for
+_LEAST_SHARE = 0.01  # of the tokens that are found
 
 
 class Deviation:
@@ -224,6 +225,29 @@ class Acceptance:
         for accepted, weight in zip(self._accepted[:num_drafts], self._weight):
             rates.append((accepted + neighbour * rates[-1]) / (weight + neighbour))
         return rates[1:]
+
+
+class Recovery:
+    """Whether the draft's candidates hold the token that a verification of drawn drafts adds to the accepted ones.
+
+    After a rejection it comes from what the target's law has above the draft's, which is little where the drafts
+    are good, and of the tokens that the draft was cut to (`draft_top_m`) may be nothing at all.
+    """
+
+    def __init__(self) -> None:
+        self._shares = {True: 1.0, False: 1.0}
+        self._counts = {True: 0, False: 0}
+
+    def observe(self, rejected: bool, found: bool) -> None:
+        """A draft was `rejected`, or all were accepted; the token that came then was among the candidates or not."""
+        self._counts[rejected] += 1
+        weight = max(1.0 / (1 + self._counts[rejected]), 1.0 - _FORGET)
+        self._shares[rejected] += weight * (found - self._shares[rejected])
+
+    @property
+    def share(self) -> float:
+        """Of the rejections those whose token was found, against the same of verifications without one."""
+        return max(self._shares[True], _LEAST_SHARE) / max(self._shares[False], _LEAST_SHARE)
 
 
 class MixedAcceptance:

@@ -81,8 +81,8 @@ def test_sampled_text_has_the_targets_law(tiny_pair):
     law = Law(tiny_pair[0], PROMPT).joint(temperature=1.0)
     with start(tiny_pair, draft_devices=DEVICES, tree_budget=4, fallback="draft", saguaro_c=0.5) as engine:
         before = engine.stats()
-        check_law(sample(engine, 1000, PROMPT, temperature=1.0), law, "two drafts, batch 8")
-        check_law(sample(engine, 150, PROMPT, batch=1, temperature=1.0), law, "two drafts, batch 1")
+        check_law(lambda: sample(engine, 1000, PROMPT, temperature=1.0), law, "two drafts, batch 8")
+        check_law(lambda: sample(engine, 150, PROMPT, batch=1, temperature=1.0), law, "two drafts, batch 1")
         after = engine.stats()
     check_drafts_took_part(before, after)
     assert all(after[name] > 30 for name in HITS), "a draft took no part"

@@ -1,5 +1,8 @@
 """Sampled text has exactly the target's law: chi-squared tests against the law computed to the end."""
 
+import functools
+from collections.abc import Callable
+
 import pytest
 
 from .engine import EngineProcess, saguaro
@@ -47,9 +50,15 @@ def sample(engine: EngineProcess, count: int, prompt: list[int], batch: int = 8,
     return heads(engine.generate(sampling_requests(count, prompt, **params), sequential=batch == 1, settled=batch == 1))
 
 
-def check_law(continuations: list[list[int]], joint, what: str) -> None:
-    found = p_values(continuations, joint)
-    assert min(found) > P_VALUE, f"{what}: p-values of successive pairs {found}"
+def check_law(draw: Callable[[], list[list[int]]], joint, what: str) -> None:
+    """Fail if what `draw` returns hardly follows the law, and hardly again when drawn anew, or cannot follow it.
+
+    A single sample hardly follows a right law once in two hundred times: with some 40 laws, in every fifth run.
+    """
+    found = p_values(draw(), joint)
+    if min(found) < P_VALUE:
+        again = p_values(draw(), joint)
+        assert min(found) > 0 and min(again) > P_VALUE, f"{what}: p-values of successive pairs {found}, then {again}"
 
 
 def check_drafts_took_part(before: dict, after: dict, least: int = 400) -> None:
@@ -75,14 +84,14 @@ def half_c_engine(tiny_pair):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_law_in_a_batch(waiting_engine, laws, variant):
     before = waiting_engine.stats()
-    found = sample(waiting_engine, SAMPLES, PROMPT, **VARIANTS[variant])
-    check_law(found, laws["plain"].joint(**VARIANTS[variant]), variant)
+    params = VARIANTS[variant]
+    check_law(lambda: sample(waiting_engine, SAMPLES, PROMPT, **params), laws["plain"].joint(**params), variant)
     check_drafts_took_part(before, waiting_engine.stats())
 
 
 def test_law_alone(waiting_engine, laws):
     before = waiting_engine.stats()
-    check_law(sample(waiting_engine, 1000, PROMPT, batch=1, temperature=1.0), laws["plain"].joint(), "batch 1")
+    check_law(lambda: sample(waiting_engine, 1000, PROMPT, batch=1, temperature=1.0), laws["plain"].joint(), "batch 1")
     after = waiting_engine.stats()
     check_drafts_took_part(before, after)
     assert after["hits"] > before["hits"], "no tree took part"
@@ -91,30 +100,34 @@ def test_law_alone(waiting_engine, laws):
 @pytest.mark.parametrize("batch", (1, 8))
 def test_law_with_half_c(half_c_engine, laws, batch):
     before = half_c_engine.stats()
-    found = sample(half_c_engine, 1000 if batch == 1 else SAMPLES, PROMPT, batch=batch, temperature=1.0)
-    check_law(found, laws["plain"].joint(), f"C = 0.5, batch {batch}")
+    count = 1000 if batch == 1 else SAMPLES
+    check_law(
+        lambda: sample(half_c_engine, count, PROMPT, batch=batch, temperature=1.0),
+        laws["plain"].joint(),
+        f"C = 0.5, batch {batch}",
+    )
     check_drafts_took_part(before, half_c_engine.stats())
 
 
 def test_law_with_half_c_and_top_k(half_c_engine, laws):
     variant = VARIANTS["top_k and top_p"]
-    found = sample(half_c_engine, SAMPLES, PROMPT, **variant)
-    check_law(found, laws["plain"].joint(**variant), "C = 0.5, top_k and top_p")
+    joint = laws["plain"].joint(**variant)
+    check_law(lambda: sample(half_c_engine, SAMPLES, PROMPT, **variant), joint, "C = 0.5, top_k and top_p")
 
 
 def test_law_while_c_is_searched(tiny_pair, laws):
     """saguaro_c "auto": each tree is drawn with another C, chosen by what earlier ones brought."""
     with start(tiny_pair, fallback="draft", saguaro_c="auto") as engine:
-        check_law(sample(engine, 2 * SAMPLES, PROMPT, temperature=1.0), laws["plain"].joint(), "C searched")
+        check_law(lambda: sample(engine, 2 * SAMPLES, PROMPT, temperature=1.0), laws["plain"].joint(), "C searched")
 
 
 def test_law_with_ngram_rows_mixed_in(tiny_pair, laws):
     with start(tiny_pair, fallback="ngram", prompt_lookup_min=1, tree_budget=1) as engine:
         for name, prompt in PROMPTS.items():
             before = engine.stats()
-            found = sample(engine, SAMPLES, prompt, temperature=1.0)
+            draw = functools.partial(sample, engine, SAMPLES, prompt, temperature=1.0)
+            check_law(draw, laws[name].joint(), f"n-grams, {name} prompt")
             after = engine.stats()
-            check_law(found, laws[name].joint(), f"n-grams, {name} prompt")
             if name == "repetitive":
                 assert after["fallback_ngram"] - before["fallback_ngram"] > 100
                 assert after["hits"] + after["part_hits"] > before["hits"] + before["part_hits"], "only n-grams"
@@ -123,8 +136,8 @@ def test_law_with_ngram_rows_mixed_in(tiny_pair, laws):
 def test_law_of_measured_fallback(tiny_pair, laws):
     """fallback "auto": waiting or not depends on times, which must not show."""
     with start(tiny_pair) as engine:
-        found = sample(engine, SAMPLES, REPETITIVE_PROMPT, temperature=1.0)
-    check_law(found, laws["repetitive"].joint(), "fallback auto")
+        draw = functools.partial(sample, engine, SAMPLES, REPETITIVE_PROMPT, temperature=1.0)
+        check_law(draw, laws["repetitive"].joint(), "fallback auto")
 
 
 def test_law_of_mixed_rows_that_join_and_leave(waiting_engine, laws):
@@ -134,11 +147,16 @@ def test_law_of_mixed_rows_that_join_and_leave(waiting_engine, laws):
     for place, request in enumerate(requests):
         request["params"].update(kinds[place % 4])
         request["arrive"] = place * 2 // 5
-    found = heads(waiting_engine.generate(requests))
     greedy = laws["plain"].greedy()
-    assert all(tokens == greedy for tokens in found[1::2])
+
+    def draw(place: int) -> list[list[int]]:
+        found = heads(waiting_engine.generate(requests))
+        assert all(tokens == greedy for tokens in found[1::2])
+        return found[place::4]
+
     for place in (0, 2):
-        check_law(found[place::4], laws["plain"].joint(**kinds[place]), f"mixed rows, {kinds[place]}")
+        joint = laws["plain"].joint(**kinds[place])
+        check_law(functools.partial(draw, place), joint, f"mixed rows, {kinds[place]}")
 
 
 def test_law_of_prompts_of_one_token_that_join(waiting_engine, laws):
@@ -152,8 +170,12 @@ def test_law_of_prompts_of_one_token_that_join(waiting_engine, laws):
         request["params"]["max_tokens"] = 8
     before = waiting_engine.stats()
     joined = sorted(requests + others, key=lambda request: request["arrive"])
-    found = dict(zip((request["id"] for request in joined), heads(waiting_engine.generate(joined))))
-    check_law([found[request["id"]] for request in requests], laws["one token"].joint(), "one-token prompts")
+
+    def draw() -> list[list[int]]:
+        found = dict(zip((request["id"] for request in joined), heads(waiting_engine.generate(joined))))
+        return [found[request["id"]] for request in requests]
+
+    check_law(draw, laws["one token"].joint(), "one-token prompts")
     totals = {key: value - before[key] for key, value in waiting_engine.stats().items()}
     verified = sum(value for key, value in totals.items() if key.startswith("verified_drafts"))
     assert 0 < verified <= totals["drafted_tokens"], "drafts are counted that nobody made"
@@ -165,4 +187,4 @@ def test_the_test_notices_a_wrong_q(tiny_pair, laws, patch):
         before = engine.stats()
         found = p_values(sample(engine, SAMPLES, PROMPT, temperature=1.0), laws["plain"].joint())
         check_drafts_took_part(before, engine.stats(), least=2000)
-    assert min(found) < P_VALUE
+    assert min(found) < P_VALUE**2

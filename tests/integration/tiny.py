@@ -13,7 +13,7 @@ LENGTH = 4  # generated tokens whose law is computed: VOCAB ** LENGTH continuati
 PROMPT = [3, 7, 1, 12, 5, 9, 2]
 ONE_TOKEN_PROMPT = [5]
 REPETITIVE_PROMPT = [3, 7, 1, 12] * 5 + [3, 7]
-P_VALUE = 1e-4
+P_VALUE = 1e-3
 
 
 def make_pair(folder: Path) -> tuple[Path, Path]:

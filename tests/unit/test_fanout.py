@@ -104,16 +104,21 @@ def test_a_small_budget_scales_a_list(setting: list[int], budget: int) -> None:
 
 
 def outcome_probabilities(
-    token_ids: np.ndarray, logits: np.ndarray, trunk: list[int], sharpness: float, acceptance: list[float] | None
+    token_ids: np.ndarray,
+    logits: np.ndarray,
+    trunk: list[int],
+    sharpness: float,
+    acceptance: list[float] | None,
+    recovered: float,
 ) -> dict[tuple[int, int], float]:
-    """Every outcome (k, t*), by loops: q(d_1)···q(d_k)·q(t*), or a_1···a_k·(1 - a_k+1)·q(t* | not d_k+1)."""
+    """Every outcome (k, t*), by loops: q(d_1)···q(d_k)·q(t*), or a_1···a_k·(1 - a_k+1)·recovered·q(t* | not d_k+1)."""
     found, reached = {}, 1.0
     for k in range(len(trunk) + 1):
         weights = np.exp(sharpness * (logits[k].astype(float) - logits[k].max()))
         law = dict(zip(token_ids[k].tolist(), (weights / weights.sum()).tolist(), strict=True))
         own = trunk[k] if k < len(trunk) else None
         if acceptance is not None and own is not None:
-            left = (1.0 - acceptance[k]) / (1.0 - min(law.get(own, 0.0), 0.999))
+            left = recovered * (1.0 - acceptance[k]) / (1.0 - min(law.get(own, 0.0), 0.999))
             found.update({(k, token): reached * left * p for token, p in law.items() if token != own})
             reached *= acceptance[k]
             continue
@@ -128,10 +133,11 @@ def outcome_probabilities(
     budget=st.integers(1, 60),
     sharpness=st.floats(0.25, 4.0),
     drawn=st.booleans(),
+    recovered=st.floats(0.01, 100.0),
     seed=st.integers(0, 1000),
 )
 def test_the_most_probable_outcomes_are_bet_on(
-    num_drafts: int, m: int, budget: int, sharpness: float, drawn: bool, seed: int
+    num_drafts: int, m: int, budget: int, sharpness: float, drawn: bool, recovered: float, seed: int
 ) -> None:
     """A branch is spent on an outcome though a likelier one has none, or on the trunk's own next token."""
     generator = np.random.default_rng(seed)
@@ -139,8 +145,8 @@ def test_the_most_probable_outcomes_are_bet_on(
     logits = -np.sort(-generator.normal(size=(num_drafts + 1, m), scale=2.0).astype(np.float32), axis=1)
     trunk = generator.integers(0, 12, num_drafts).tolist()
     acceptance = generator.uniform(0.05, 0.95, num_drafts).tolist() if drawn else None
-    probabilities = outcome_probabilities(token_ids, logits, trunk, sharpness, acceptance)
-    bets = most_probable_outcomes(token_ids, logits, trunk, budget, sharpness, acceptance)
+    probabilities = outcome_probabilities(token_ids, logits, trunk, sharpness, acceptance, recovered)
+    bets = most_probable_outcomes(token_ids, logits, trunk, budget, sharpness, acceptance, recovered)
     assert len(set(bets)) == len(bets) == min(budget, len(probabilities))
     best = sorted(probabilities.values(), reverse=True)[: len(bets)]
     assert [probabilities[bet] for bet in bets] == pytest.approx(best, rel=1e-3)

@@ -18,7 +18,7 @@ import numpy as np
 from vllm_ssd.config import SaguaroConfig
 from vllm_ssd.draft.sequence import Candidates, Sequence
 from vllm_ssd.fanout import FanOut, Sharpness, most_probable_outcomes
-from vllm_ssd.statistics import Acceptance, OutcomeCounts
+from vllm_ssd.statistics import Acceptance, OutcomeCounts, Recovery
 
 _MAX_FAN_OUT = 32  # alternatives considered at one position
 _MOST_LESSONS = 64
@@ -67,6 +67,7 @@ class Forecast:
         self._num_drafts = config.num_speculative_tokens
         self._acceptance = Acceptance(config.num_speculative_tokens)
         self._drawn_acceptance = Acceptance(config.num_speculative_tokens)  # of drafts that were drawn
+        self._recovery = Recovery()
         self._lessons: list[_Lesson] = []
         self._counts = {samples: OutcomeCounts(config.num_speculative_tokens) for _, samples in _CLASSES}
         self._sharpness = {samples: Sharpness() for _, samples in _CLASSES}
@@ -87,6 +88,7 @@ class Forecast:
                 self._acceptance.observe(len(lesson.trunk), len(lesson.emitted) - 1)
             if lesson.drawn:
                 self._drawn_acceptance.observe(len(lesson.trunk), len(lesson.emitted) - 1)
+                self._recover(lesson)
             self._sharpen(lesson)
             self._count(lesson)
         # One of a class says enough of how far down the bets an outcome is: a ranking is not for nothing.
@@ -102,6 +104,13 @@ class Forecast:
             if len(found):
                 sharpness.observe(logits, int(found[0]))
 
+    def _recover(self, lesson: _Lesson) -> None:
+        """Whether a bet on the outcome was possible."""
+        position = len(lesson.emitted) - 1
+        if position < len(lesson.candidates):
+            found = lesson.emitted[-1] in lesson.candidates[position].token_ids[: self.num_candidates]
+            self._recovery.observe(position < len(lesson.trunk), bool(found))
+
     def _rank(self, lesson: _Lesson) -> None:
         """Where the outcome was among the most probable ones."""
         if len(lesson.candidates) != len(lesson.trunk) + 1:
@@ -111,7 +120,9 @@ class Forecast:
         ranks = self._bet_ranks[lesson.samples]
         acceptance = self._drawn_acceptance.rates(len(lesson.trunk)) if lesson.drawn else None
         logits = np.stack(lesson.logits)
-        ranking = most_probable_outcomes(token_ids, logits, lesson.trunk, ranks.RANKS, sharpness, acceptance)
+        ranking = most_probable_outcomes(
+            token_ids, logits, lesson.trunk, ranks.RANKS, sharpness, acceptance, self.recovered
+        )
         outcome = (len(lesson.emitted) - 1, lesson.emitted[-1])
         ranks.observe(0, ranking.index(outcome) if outcome in ranking else None)
 
@@ -163,6 +174,11 @@ class Forecast:
         """Of each draft of its trunk, given those before; None if they were not drawn: their probabilities tell."""
         return self._drawn_acceptance.rates(len(sequence.trunk)) if _is_drawn(sequence) else None
 
+    @property
+    def recovered(self) -> float:
+        """Of the drawn drafts that are rejected the share whose place a candidate takes (`statistics.Recovery`)."""
+        return self._recovery.share
+
     def outcomes(self, sequence: Sequence, budget: int) -> list[tuple[int, int]]:
         """At most `budget` bets of this draft's own: (drafts accepted, token that follows)."""
         part = self.part
@@ -171,7 +187,9 @@ class Forecast:
             logits = np.stack([c.logits[: self.num_candidates] for c in sequence.candidates])
             sharpness, acceptance = self.sharpness_of(sequence), self.acceptance_of(sequence)
             most = budget if part.count == 1 else token_ids.size
-            ranking = most_probable_outcomes(token_ids, logits, sequence.trunk, most, sharpness, acceptance)
+            ranking = most_probable_outcomes(
+                token_ids, logits, sequence.trunk, most, sharpness, acceptance, self.recovered
+            )
             return [outcome for outcome in ranking if part.holds(*outcome)][:budget]
         counts = self._fan_out.counts(len(sequence.trunk), budget, self._acceptance.rate)
         return [

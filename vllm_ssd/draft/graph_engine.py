@@ -275,6 +275,7 @@ class GraphEngine(DraftEngine):
             [sequence.trunk for sequence in sequences],
             [self._forecast.sharpness_of(sequence) for sequence in sequences],
             [self._forecast.acceptance_of(sequence) for sequence in sequences],
+            self._forecast.recovered,
             self._forecast.fan_out(),
             self._forecast.part,
         )

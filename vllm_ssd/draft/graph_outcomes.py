@@ -4,6 +4,8 @@ The same choice as `vllm_ssd.fanout.most_probable_outcomes`, which says why; her
 Shapes: S sequences, P positions where a verification may stop, C candidates, N bets a sequence.
 """
 
+import math
+
 import torch
 
 from vllm_ssd.draft.forecast import Part
@@ -20,6 +22,7 @@ def most_probable_outcomes(
     lengths: torch.Tensor,
     sharpness: torch.Tensor,
     acceptance: torch.Tensor,
+    recovered: float,
     budget: int,
     part: Part | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -28,7 +31,8 @@ def most_probable_outcomes(
     `values` [S, P, C] float32 logits, `token_ids` [S, P, C] int32: candidates after the committed tokens and
     trunk[:k], best first. `trunks` [S, P - 1] int32, `lengths` [S] int32: how many of them are drafts.
     `sharpness` [S] float32, divided by the temperature where rows sample. `acceptance` [S, P - 1] float32 of
-    drawn drafts, UNKNOWN for others. `part`: the class of outcomes to choose from, if other drafts build the rest.
+    drawn drafts, UNKNOWN for others; `recovered` of those that are rejected. `part`: the class of outcomes to choose
+    from, if other drafts build the rest.
 
     Returns k and t*, [S, N] int32, and whether there is such an outcome, [S, N] bool.
     """
@@ -46,7 +50,7 @@ def most_probable_outcomes(
     drawn = (acceptance > UNKNOWN) & in_trunk
     rates = acceptance.clamp(1.0 - MOST_CERTAIN, MOST_CERTAIN)
     others = torch.log1p(-torch.where(own, log_probs[:, :-1].exp(), 0.0).sum(dim=-1).clamp(max=MOST_CERTAIN))
-    left = torch.where(drawn, torch.log1p(-rates) - others, 0.0)
+    left = torch.where(drawn, math.log(recovered) + torch.log1p(-rates) - others, 0.0)
     log_probs = log_probs + torch.nn.functional.pad(left, (0, 1))[..., None]
     accepted = torch.where(drawn, rates.log(), accepted)
     reached = torch.nn.functional.pad(accepted.cumsum(dim=-1), (1, 0))  # [S, P]

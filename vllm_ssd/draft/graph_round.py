@@ -119,13 +119,15 @@ class GraphRound:
         trunks: Sequence[Sequence[int]],
         sharpness: Sequence[float],
         acceptance: Sequence[Sequence[float] | None],
+        recovered: float,
         fan_out: Sequence[int],
         part: Part | None = None,
     ) -> None:
         """Begin a round with the most probable outcomes by the candidates of the last `glue`, and those added.
 
         For each planting: their row after its last committed token, the drafts in flight, by what its logits
-        are multiplied before they are probabilities, and the drafts' acceptance if they were drawn.
+        are multiplied before they are probabilities, and the drafts' acceptance if they were drawn; `recovered`:
+        as of `fanout.most_probable_outcomes`.
         All plantings have as many tail slots. `part`: the class of outcomes to choose from, if other drafts build
         the rest.
         """
@@ -155,6 +157,7 @@ class GraphRound:
             sent[:, positions],
             exponents,
             sent_facts[:, 3:],
+            recovered,
             self._count // size,
             part,
         )
