@@ -2,7 +2,7 @@
 
 A graph replays one shape only. Rows are therefore padded to a bucket, and there is one graph for
 each function and bucket. The capture itself has not been run: no GPU was at hand. What is captured
-is what the tests run on the CPU.
+is what the tests run on the CPU, and replay there from recordings of its operations.
 """
 
 from collections.abc import Callable, Hashable
