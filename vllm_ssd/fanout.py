@@ -64,13 +64,16 @@ class FanOut:
         """F_0..F_num_drafts for a trunk of `num_drafts` drafts, at most `budget` in sum.
 
         A list given by the user is meant for K drafts; of a shorter trunk the last position
-        takes the list's last count, and a smaller budget scales it.
+        takes the list's last count (its greatest if no other branch were left, after a miss say), and a smaller
+        budget scales it.
         """
         if self._setting == "uniform":
             return apportion([1.0] * (num_drafts + 1), budget)
         if self._setting in ("geometric", "measured"):
             return apportion(geometric_weights(acceptance, num_drafts), budget)
         counts = [*self._setting[:num_drafts], self._setting[-1]]
+        if not any(counts):
+            counts[-1] = max(self._setting)
         return counts if sum(counts) <= budget else apportion(counts, budget)
 
 
@@ -86,6 +89,7 @@ class Sharpness:
 
     def observe(self, logits: np.ndarray, emitted: int) -> None:
         """The target emitted the candidate at index `emitted` of `logits` ([m])."""
+        logits = np.nan_to_num(logits.astype(np.float64), nan=-np.inf).clip(-_LARGEST_LOGIT, _LARGEST_LOGIT)
         centred = np.maximum(logits - logits.max(), IMPOSSIBLE)
         probs = np.exp(self.value * centred)
         probs /= probs.sum()

@@ -90,6 +90,13 @@ def test_a_shorter_trunk_keeps_the_last_count_for_its_end() -> None:
     """Where fewer drafts are in flight, the end of the trunk loses the branches meant for the bonus token."""
     assert FanOut((5, 3, 2, 7)).counts(1, 24, acceptance=0.5) == [5, 7]
     assert FanOut((5, 3, 2, 7)).counts(0, 24, acceptance=0.5) == [7]
+    assert FanOut((5, 3, 2, 0)).counts(1, 24, acceptance=0.5) == [5, 0]
+
+
+def test_a_row_without_drafts_gets_branches_whatever_the_list_ends_with() -> None:
+    """After a miss nothing is in flight: a list that ends with 0 then builds no tree, and misses for ever."""
+    assert FanOut((5, 3, 2, 0)).counts(0, 24, acceptance=0.5) == [5]
+    assert FanOut((0, 3, 7, 0)).counts(0, 4, acceptance=0.5) == [4]
 
 
 @given(setting=st.lists(st.integers(0, 40), min_size=2, max_size=9).filter(any), budget=st.integers(1, 64))
@@ -170,6 +177,16 @@ def test_sharpness_stays_within_bounds(outcomes: list[int], scale: float) -> Non
     for emitted in outcomes:
         sharpness.observe(scale * np.array([3.0, 2.0, 1.0, -1.0]), emitted)
     assert 0.25 <= sharpness.value <= 4.0
+
+
+@pytest.mark.parametrize("bad", (np.nan, np.inf, -np.inf))
+def test_sharpness_outlives_logits_that_are_no_numbers(bad: float) -> None:
+    """One row of a draft that overflowed makes the exponent NaN for ever, and no branch is ever chosen again."""
+    sharpness = Sharpness()
+    for row in ([bad] * 4, [bad, 2.0, 1.0, 0.0], [2.0, 1.0, 0.0, bad]):
+        for emitted in range(4):
+            sharpness.observe(np.array(row, dtype=np.float32), emitted)
+            assert 0.25 <= sharpness.value <= 4.0
 
 
 # ---- the theorem is right ----

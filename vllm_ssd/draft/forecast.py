@@ -115,14 +115,9 @@ class Forecast:
         """Where the outcome was among the most probable ones."""
         if len(lesson.candidates) != len(lesson.trunk) + 1:
             return
-        token_ids = np.stack([c.token_ids[: self.num_candidates] for c in lesson.candidates])
-        sharpness = self._sharpness[lesson.samples].value
-        ranks = self._bet_ranks[lesson.samples]
+        sharpness, ranks = self._sharpness[lesson.samples].value, self._bet_ranks[lesson.samples]
         acceptance = self._drawn_acceptance.rates(len(lesson.trunk)) if lesson.drawn else None
-        logits = np.stack(lesson.logits)
-        ranking = most_probable_outcomes(
-            token_ids, logits, lesson.trunk, ranks.RANKS, sharpness, acceptance, self.recovered
-        )
+        ranking = self._ranking(lesson.candidates, lesson.logits, lesson.trunk, ranks.RANKS, sharpness, acceptance)
         outcome = (len(lesson.emitted) - 1, lesson.emitted[-1])
         ranks.observe(0, ranking.index(outcome) if outcome in ranking else None)
 
@@ -183,13 +178,10 @@ class Forecast:
         """At most `budget` bets of this draft's own: (drafts accepted, token that follows)."""
         part = self.part
         if self.by_row and len(sequence.candidates) == len(sequence.trunk) + 1:
-            token_ids = np.stack([c.token_ids[: self.num_candidates] for c in sequence.candidates])
-            logits = np.stack([c.logits[: self.num_candidates] for c in sequence.candidates])
+            logits = [candidates.logits[: self.num_candidates] for candidates in sequence.candidates]
             sharpness, acceptance = self.sharpness_of(sequence), self.acceptance_of(sequence)
-            most = budget if part.count == 1 else token_ids.size
-            ranking = most_probable_outcomes(
-                token_ids, logits, sequence.trunk, most, sharpness, acceptance, self.recovered
-            )
+            most = budget if part.count == 1 else sum(map(len, logits))
+            ranking = self._ranking(sequence.candidates, logits, sequence.trunk, most, sharpness, acceptance)
             return [outcome for outcome in ranking if part.holds(*outcome)][:budget]
         counts = self._fan_out.counts(len(sequence.trunk), budget, self._acceptance.rate)
         return [
@@ -201,6 +193,20 @@ class Forecast:
     def fan_out(self) -> list[int]:
         """F by position for Saguaro sampling: what a full trunk would get."""
         return self._fan_out.counts(self._num_drafts, self._budget, self._acceptance.rate)
+
+    def _ranking(
+        self,
+        candidates: list[Candidates],
+        logits: list[np.ndarray],
+        trunk: list[int],
+        most: int,
+        sharpness: float,
+        acceptance: list[float] | None,
+    ) -> list[tuple[int, int]]:
+        """As `most_probable_outcomes`, by the best candidates of each position and logits of the same."""
+        token_ids = np.stack([each.token_ids[: self.num_candidates] for each in candidates])
+        logits = np.stack(logits)
+        return most_probable_outcomes(token_ids, logits, trunk, most, sharpness, acceptance, self.recovered)
 
     def _scaled(self, sequence: Sequence, candidates: Candidates) -> np.ndarray:
         """Logits of the best candidates at the request's temperature."""
