@@ -6,10 +6,12 @@
 Needs one CUDA GPU, PyTorch, Triton, transformers and this package; no vLLM, no weights. For each
 draft and number of branches it prints the time of a step (forward, head and draw) three ways: as
 replayed CUDA graphs, with every kernel launched, and by the light decoder in plain PyTorch with the
-candidates read back, as on a CPU. The floor is the time to read the weights once, at the bandwidth
-that a copy reaches; the target for the 1B draft with 24 branches is 1.3 times that.
+candidates read back, as on a CPU; then as `transformers` wrote the model, with the same attention. The
+floor is the time to read the weights once, at the bandwidth that a copy reaches; the target for the 1B
+draft with 24 branches is 1.3 times that.
 
-    python scripts/bench_draft_step.py --device cpu --drafts tiny --branches 1 4    # to try the script
+    OMP_NUM_THREADS=1 taskset -c 0 python scripts/bench_draft_step.py --device cpu --drafts 4x256 \\
+        --branches 24 --context 500    # the step of a small draft on one core
 """
 
 import argparse
@@ -37,8 +39,10 @@ from vllm_ssd.sampling import top_tokens
 DRAFTS = {  # vocabulary, hidden, intermediate, layers, heads, KV heads
     "1b": (128_256, 2048, 8192, 16, 32, 8),  # as Llama 3.2 1B
     "0.5b": (151_936, 896, 4864, 24, 14, 2),  # as Qwen2.5 0.5B, without its biases
+    "4x256": (4096, 256, 512, 4, 4, 2),  # for a CPU
     "tiny": (1000, 64, 128, 2, 4, 2),
 }
+WAYS = ("graphs", "launches", "plain", "transformers")
 _TOP_M = 64
 _DEPTH = 8
 
@@ -88,7 +92,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def line(row: dict) -> str:
-    ways = "  ".join(f"{way} {1e3 * row[way]:8.3f} ms" for way in ("graphs", "launches", "plain") if way in row)
+    ways = "  ".join(f"{way} {1e3 * row[way]:8.3f} ms" for way in WAYS if way in row)
     return (
         f"{row['draft']:6}{row['branches']:5} branches  {ways}  floor {1e3 * row['floor']:.3f} ms  "
         f"x{row.get('graphs', row['launches']) / row['floor']:.2f}  tree {row['tree_bytes'] / 1e6:.0f} MB"
@@ -148,12 +152,21 @@ def step_times(model: LlamaForCausalLM, branches: int, args: argparse.Namespace,
             return lambda: graph_round.grow(_DEPTH)
 
         times[way] = median_seconds(tree, device, args.repeats) / _DEPTH
-    times["plain"] = plain_seconds(light, pools, trunk, tails, vocab_size, device, args.repeats)
+    for way, plain in (("plain", light), ("transformers", pool_attention.PoolDecoder(model))):
+        times[way] = plain_seconds(plain, pools, trunk, tails, vocab_size, device, args.repeats)
     return times
 
 
-def plain_seconds(light, pools, trunk, tails, vocab_size: int, device: torch.device, repeats: int) -> float:
-    """A step of the light decoder over a padded mask, its candidates read back."""
+def plain_seconds(
+    decoder: light_decoder.LightDecoder | pool_attention.PoolDecoder,
+    pools: list[torch.Tensor],
+    trunk: np.ndarray,
+    tails: np.ndarray,
+    vocab_size: int,
+    device: torch.device,
+    repeats: int,
+) -> float:
+    """A step over a padded mask, its candidates read back."""
     count = len(tails)
     context = len(trunk)
     mask = np.concatenate([np.ones((count, context), dtype=bool), np.eye(count, dtype=bool)], axis=1)
@@ -164,7 +177,7 @@ def plain_seconds(light, pools, trunk, tails, vocab_size: int, device: torch.dev
     )
 
     def step() -> None:
-        values, token_ids = top_tokens(light.forward(flatten([group], device), pools), _TOP_M, vocab_size)
+        values, token_ids = top_tokens(decoder.forward(flatten([group], device), pools), _TOP_M, vocab_size)
         values.cpu(), token_ids.cpu()
 
     return median_seconds(lambda: step, device, repeats)
