@@ -90,6 +90,8 @@ def subtract_laws_torch(target: torch.Tensor, token_ids: torch.Tensor, probs: to
 def _check(token_ids: torch.Tensor, probs: torch.Tensor, rows: torch.Tensor, name: str) -> tuple[int, int, int]:
     check_tensor(name, rows, (None, None), torch.float32, rows.device, contiguous=False)
     check_rows_apart(name, rows)
+    if not rows.shape[1]:
+        raise ValueError(f"{name} has rows of length 0; a law needs a token at least.")
     check_tensor("token_ids", token_ids, (rows.shape[0], None), torch.int32, rows.device)
     check_tensor("probs", probs, tuple(token_ids.shape), torch.float32, rows.device)
     if not 1 <= token_ids.shape[1] <= 1024:

@@ -36,7 +36,7 @@ class Tree:
     tail_slots: torch.Tensor  # [R, D], slots of the row's own branch
     tail_lengths: torch.Tensor  # [R], how many of them; a row with neither gives zeros
     blocks: torch.Tensor  # [num_blocks, 2], first row and number of rows of each block; 0 rows: unused
-    per_block: int = 1  # most rows of a block
+    per_block: int = 1  # most rows of a block: what is beyond them in a larger one gets no answer
 
 
 @dataclass(frozen=True)
@@ -341,6 +341,8 @@ def _check(queries: torch.Tensor, pool: torch.Tensor, tree: Tree, workspace: Wor
     check_tensor("tail_slots", tree.tail_slots, (rows, None), torch.int32, device)
     check_tensor("tail_lengths", tree.tail_lengths, (rows,), torch.int32, device)
     check_tensor("blocks", tree.blocks, (None, 2), torch.int32, device)
+    if tree.per_block < 1:
+        raise ValueError(f"per_block is {tree.per_block}; it must be the most rows of a block, at least 1.")
     if tree.tail_slots.shape[1] > 64:
         raise ValueError(f"tail_slots holds {tree.tail_slots.shape[1]} slots a row; it must hold at most 64.")
     if workspace is not None:

@@ -27,12 +27,13 @@ import functools
 import itertools
 import json
 import shlex
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmark import machine, plan, prediction, report
+from benchmark import arguments, machine, plan, prediction, report
 from benchmark.plan import Engine, Run, StartEngine, Workload
 from benchmark.pool import EnginePool
 from benchmark.session import Session
@@ -51,17 +52,25 @@ def main() -> int:
         raise SystemExit(f"--batch {run.batch} needs as many prompts; {args.prompts} gave {len(run.prompts)}")
     warm_up = dataclasses.replace(run, prompts=run.prompts[: run.batch], max_tokens=_WARM_UP_TOKENS)
 
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # engines end, figures are kept
     with EnginePool(size, args.timeout, functools.partial(start_message, args, cpu, size), warm_up) as pool:
         session = Session(pool, run, args.repeats, skip_wrong=cpu and not args.force)
-        for temperature, batch in itertools.product(args.temperature, args.batch):
-            session.measure(engines, Workload(batch, temperature))
+        try:
+            for temperature, batch in itertools.product(args.temperature, args.batch):
+                session.measure(engines, Workload(batch, temperature))
+        finally:
+            tell(args, session)
+    return 1 if session.failed else 0
 
+
+def tell(args: argparse.Namespace, session: Session) -> None:
+    """Print and write what was measured so far."""
     rows = report.rows(session.results, prediction.predicted_tok_s)
-    print(report.table(rows), *session.notes, sep="\n")
+    if rows:
+        print(report.table(rows), *session.notes, sep="\n", flush=True)
     report.save(rows, setup(args, session), args.json)
     if args.plot and rows:
         report.plot(rows, f"{args.target} + {args.draft}\n{args.prompts}", args.plot)
-    return 1 if session.failed else 0
 
 
 def start_message(args: argparse.Namespace, cpu: bool, engines_at_a_time: int, engine: Engine) -> StartEngine:
@@ -113,7 +122,7 @@ def parse_args() -> argparse.Namespace:
     add = parser.add_argument
     add("--target", required=True, help="target model")
     add("--draft", help="draft model, for draft_model and saguaro")
-    add("--prompts", type=Path, required=True, help='JSON lines with a key "prompt"')
+    add("--prompts", type=arguments.file_to_read, required=True, help='JSON lines with a key "prompt"')
     add("--limit", type=positive, help="use the first N prompts")
     add("--methods", type=choices_of(plan.METHODS), default=list(plan.METHODS), help="of " + ",".join(plan.METHODS))
     add("--batch", type=positive, nargs="+", default=[1], help="requests in flight")
@@ -137,13 +146,34 @@ def parse_args() -> argparse.Namespace:
     add("--max-engines", type=positive, default=8, help="engines kept loaded at a time, as memory allows")
     add("--timeout", type=float, default=1200.0, help="seconds to wait for an engine to start, or for one run")
     add("--force", action="store_true", help="run stock speculation with sampling on a CPU, though it is wrong there")
-    add("--json", type=Path, required=True, help="list of rows; what they share goes to *.setup.json beside it")
-    add("--plot", type=Path, help="bars of tokens/s, as an image")
+    add(
+        "--json",
+        type=arguments.file_to_write,
+        required=True,
+        help="list of rows; what they share goes to *.setup.json beside it",
+    )
+    add("--plot", type=arguments.file_to_write, help="bars of tokens/s, as an image")
     args = parser.parse_args()
     args.variant = dict(args.variant) or {"": {}}
     if args.draft is None and {"draft_model", "saguaro"} & set(args.methods):
         parser.error("--draft is needed for the methods draft_model and saguaro")
+    try:
+        check(args)
+    except ValueError as error:
+        parser.error(str(error))
     return args
+
+
+def check(args: argparse.Namespace) -> None:
+    """Raise `ValueError` for models and options that no engine takes: before the first is started."""
+    from vllm_ssd.config import SaguaroConfig
+    from vllm_ssd.sdsl.models import ModelFiles
+
+    for name in filter(None, (args.target, args.draft)):
+        _ = ModelFiles(name, args.engine_options.get("trust_remote_code", False)).config
+    if "saguaro" in args.methods:
+        for k, variant in itertools.product(args.k, args.variant.values()):
+            SaguaroConfig.from_mapping({"model": args.draft, "num_speculative_tokens": k, **args.options, **variant})
 
 
 def positive(text: str) -> int:

@@ -26,6 +26,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmark import arguments
+
 FAN_OUTS = ("uniform", "geometric", "measured")
 
 
@@ -249,7 +251,7 @@ def parse_args() -> argparse.Namespace:
     add = parser.add_argument
     add("--target", required=True)
     add("--draft", required=True)
-    add("--prompts", type=Path, required=True, help='JSON lines with a key "prompt"')
+    add("--prompts", type=arguments.file_to_read, required=True, help='JSON lines with a key "prompt"')
     add("--limit", type=int, help="use the first N prompts")
     add("--temperature", type=float, default=0.0, help="0: greedy")
     add("--k", type=int, default=5, help="speculative tokens")
@@ -259,8 +261,8 @@ def parse_args() -> argparse.Namespace:
     add("--max-model-len", type=int, default=1024)
     add("--vocab-size", type=int, default=0, help="token ids from here on are padding (0: above all that occur)")
     add("--dtype", default="float32", help="of the target")
-    add("--json", type=Path, required=True)
-    add("--plot", type=Path)
+    add("--json", type=arguments.file_to_write, required=True)
+    add("--plot", type=arguments.file_to_write)
     return parser.parse_args()
 
 

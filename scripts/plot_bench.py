@@ -11,8 +11,9 @@ may be a value of `saguaro_c`, say, variants whose names are no numbers become h
 import argparse
 import json
 import sys
-from pathlib import Path
 from typing import Any
+
+from benchmark import arguments
 
 Row = dict[str, Any]
 
@@ -22,11 +23,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=summary, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("json", type=Path, help="what bench.py wrote")
+    parser.add_argument("json", type=arguments.file_to_read, help="what bench.py wrote")
     parser.add_argument("--over", choices=("batch", "variant"), required=True)
     parser.add_argument("--show", nargs="+", default=["tok_s"], help="keys of the rows")
     parser.add_argument("--title", default="")
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=arguments.file_to_write, required=True)
     args = parser.parse_args()
     rows: list[Row] = json.loads(args.json.read_text())
     for key in args.show:

@@ -117,8 +117,8 @@ def most_probable_outcomes(
 
     An argmax draft, or one from n-grams, is accepted with the probability that the target gives it, for which
     the draft's own stands. A drawn one is accepted with min(1, p / q), however improbable it was: its chance is
-    what is measured, `acceptance` ([len(trunk)], given those before), and of what is left the share `recovered` goes
-    to the other candidates (`statistics.Recovery`).
+    what is measured, `acceptance` ([len(trunk)], given those before). What is left goes to the other candidates, times
+    `recovered`, for they hold the token less often there than at the end (`statistics.Recovery`).
     """
     logits = np.clip(logits, -_LARGEST_LOGIT, _LARGEST_LOGIT)  # infinite ones would be NaN
     scaled = sharpness * np.maximum(logits - logits[:, :1], IMPOSSIBLE)

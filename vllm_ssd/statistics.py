@@ -245,8 +245,8 @@ class Recovery:
         self._shares[rejected] += weight * (found - self._shares[rejected])
 
     @property
-    def share(self) -> float:
-        """Of the rejections those whose token was found, against the same of verifications without one."""
+    def ratio(self) -> float:
+        """Share of the rejections whose token was found, to that of the verifications without one; may be above 1."""
         return max(self._shares[True], _LEAST_SHARE) / max(self._shares[False], _LEAST_SHARE)
 
 

@@ -63,6 +63,7 @@ def test_an_id_that_occurs_twice_gets_the_sum(device: torch.device, backend: str
         (torch.zeros(2, 3).int(), torch.zeros(2, 3), torch.zeros(10).as_strided((2, 9), (1, 1)), "not share memory"),
         (torch.zeros(2, 3).int(), torch.zeros(2, 3), torch.zeros(2, 9).half(), "is float16"),
         (torch.zeros(2, 0).int(), torch.zeros(2, 0), torch.zeros(2, 9), "0 entries"),
+        (torch.zeros(2, 3).int(), torch.zeros(2, 3), torch.zeros(2, 0), "of length 0"),
     ),
 )
 def test_wrong_inputs_are_refused(ids, probs, out, message: str) -> None:

@@ -152,6 +152,7 @@ def test_row_blocks_end_with_their_sequence() -> None:
         ({"row_sequence": torch.zeros(3, dtype=torch.int32)}, "row_sequence has shape"),
         ({"tail_slots": torch.zeros(2, 65, dtype=torch.int32)}, "at most 64"),
         ({"blocks": torch.zeros(2, 3, dtype=torch.int32)}, "blocks has shape"),
+        ({"per_block": 0}, "per_block is 0"),
     ),
 )
 def test_a_wrong_tree_is_refused(change: dict, message: str) -> None:

@@ -43,7 +43,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--verify-ms", type=float, help="a forward of the target over one token")
     add("--draft-ms", type=float, help="a forward of the draft over one token")
     add("--overhead-ms", type=float, help="a round's time that is no forward")
-    add("--fallback", choices=FALLBACKS, help="what rows that missed do: wait for the draft, go on fast, or as pays")
+    add(
+        "--fallback",
+        choices=FALLBACKS,
+        help="what rows that missed do: wait for the draft, go on fast, as pays in the round by itself (auto: the "
+        "paper's rule, and the presets'), or as pays in the long run (what saguaro does)",
+    )
     add("--rounds", type=text.read_positive, default=3000)
     add("--seed", type=int, default=0)
     add("--json", type=Path, metavar="FILE", help="write the figures there as well; - prints them instead of the table")

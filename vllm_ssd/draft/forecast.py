@@ -171,8 +171,8 @@ class Forecast:
 
     @property
     def recovered(self) -> float:
-        """Of the drawn drafts that are rejected the share whose place a candidate takes (`statistics.Recovery`)."""
-        return self._recovery.share
+        """How much more often than a bonus token the one after a rejected drawn draft is a candidate (`Recovery`)."""
+        return self._recovery.ratio
 
     def outcomes(self, sequence: Sequence, budget: int) -> list[tuple[int, int]]:
         """At most `budget` bets of this draft's own: (drafts accepted, token that follows)."""

@@ -31,8 +31,8 @@ def most_probable_outcomes(
     `values` [S, P, C] float32 logits, `token_ids` [S, P, C] int32: candidates after the committed tokens and
     trunk[:k], best first. `trunks` [S, P - 1] int32, `lengths` [S] int32: how many of them are drafts.
     `sharpness` [S] float32, divided by the temperature where rows sample. `acceptance` [S, P - 1] float32 of
-    drawn drafts, UNKNOWN for others; `recovered` of those that are rejected. `part`: the class of outcomes to choose
-    from, if other drafts build the rest.
+    drawn drafts, UNKNOWN for others, and `recovered`, as on the host. `part`: the class of outcomes to choose from,
+    if other drafts build the rest.
 
     Returns k and t*, [S, N] int32, and whether there is such an outcome, [S, N] bool.
     """
