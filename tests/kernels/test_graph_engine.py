@@ -15,6 +15,7 @@ from vllm_ssd.draft.graph_decoder import GraphDecoder
 from vllm_ssd.draft.graph_engine import GraphEngine
 from vllm_ssd.draft.graph_round import GraphRound
 from vllm_ssd.draft.model import DraftModel
+from vllm_ssd.draft.outbox import Outbox
 from vllm_ssd.draft.pace import Pace
 from vllm_ssd.messages import Branches, Growth, Outcome, Round, Start, pack_tokens, unpack_law
 
@@ -211,6 +212,26 @@ def test_the_device_waits_for_no_candidates_after_a_miss(monkeypatch: pytest.Mon
     monkeypatch.setattr(DraftEngine, "_forward", lambda self, batch: forwards.append(batch))
     assert side.play(2, outcomes=[Outcome(0, 4, [3999], [], 0)])
     assert not forwards
+
+
+@pytest.mark.parametrize("options", ({}, {"fan_out": "uniform"}), ids=("branches of the device", "of the host"))
+def test_every_step_is_timed(options: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that come in together, or with the fork, are not counted: trees are planned by hardly a time."""
+    timed, grown = [], []
+    add_tree_step, add_growth = Outbox.add_tree_step, Outbox.add_growth
+    monkeypatch.setattr(
+        Outbox, "add_tree_step", lambda self, seconds: (timed.append(seconds), add_tree_step(self, seconds))
+    )
+    monkeypatch.setattr(
+        Outbox, "add_growth", lambda self, *args: (grown.append(args[0].seq_id), add_growth(self, *args))
+    )
+    side = Side(on_device(**options))
+    tree = side.play(1, starts=[start(0, [308, 907, 12, 44])])
+    (_, first), chain = next(iter(tree[0].items()))
+    side.play(2, outcomes=[Outcome(0, 5, [first], chain[:K], 0)])
+    side.play(3, outcomes=[Outcome(0, 6, [3999], [], 0)])
+    assert len(timed) == len(grown) > 2 * K
+    assert all(seconds > 0 for seconds in timed)
 
 
 def test_a_wave_whose_sequence_lost_its_slots_gives_back_the_rest() -> None:

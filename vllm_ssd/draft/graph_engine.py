@@ -96,12 +96,11 @@ class GraphEngine(DraftEngine):
                 return
         count = sum(len(wave.branches) for wave in planted.waves)
         self._enqueue(planted, count)
-        for step in self._round.finished(at_least=1) if planted.enqueued > planted.done else []:
+        finished = self._round.finished(at_least=1) if planted.enqueued > planted.done else []
+        for step in finished:
             self._take_in(planted, step)
         self._end_if_full()
-        seconds = time.perf_counter() - began
-        self._outbox.add_tree_step(seconds)
-        self._pace.observe_step(count, seconds)
+        self._observe(len(finished), count, time.perf_counter() - began, of_forwards=len(finished))
 
     def _enqueue(self, planted: _Planted, count: int) -> None:
         """Keep the device busy with the next steps over `count` rows."""
@@ -179,6 +178,12 @@ class GraphEngine(DraftEngine):
             sequence.steps_left -= 1
         planted.done += 1
 
+    def _observe(self, steps: int, rows: int, seconds: float, of_forwards: int) -> None:
+        """So many steps over `rows` came in; `seconds` went by with `of_forwards`, whose times are taken for equal."""
+        for _ in range(steps if rows else 0):
+            self._outbox.add_tree_step(seconds / of_forwards)
+            self._pace.observe_step(rows, seconds / of_forwards)
+
     def _end_if_full(self) -> None:
         """No branch is to grow further."""
         if self._planted.done == self._planted.steps:
@@ -215,6 +220,7 @@ class GraphEngine(DraftEngine):
 
     def _fork_on_device(self, glued: list[Sequence], others: list[Sequence]) -> bool:
         """Enqueue glue, fork and steps, and take in the first; returns False if they do not fit a round."""
+        began = time.perf_counter()
         sequences = [*glued, *others]
         (width, depth), steps = self._planner.shape(sequences), self._planner.most_steps
         count, known = sum(len(s.pending) for s in glued), sum(len(s.candidates) for s in others)
@@ -237,6 +243,8 @@ class GraphEngine(DraftEngine):
             self._take_in(planted, step)
         self._planted = planted
         self._end_if_full()
+        rows = sum(len(wave.branches) for wave in planted.waves)
+        self._observe(len(finished), rows, time.perf_counter() - began, of_forwards=1 + len(finished))
         return True
 
     def _enqueue_glue(self, glued: list[Sequence], others: list[Sequence], slots: np.ndarray) -> dict[int, int]:
