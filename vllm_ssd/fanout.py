@@ -89,7 +89,8 @@ class Sharpness:
 
     def observe(self, logits: np.ndarray, emitted: int) -> None:
         """The target emitted the candidate at index `emitted` of `logits` ([m])."""
-        logits = np.nan_to_num(logits.astype(np.float64), nan=-np.inf).clip(-_LARGEST_LOGIT, _LARGEST_LOGIT)
+        if not np.isfinite(logits).all():
+            logits = np.nan_to_num(logits.astype(np.float64), nan=-np.inf).clip(-_LARGEST_LOGIT, _LARGEST_LOGIT)
         centred = np.maximum(logits - logits.max(), IMPOSSIBLE)
         probs = np.exp(self.value * centred)
         probs /= probs.sum()
