@@ -66,10 +66,11 @@ def main() -> int:
 def tell(args: argparse.Namespace, session: Session) -> None:
     """Print and write what was measured so far."""
     rows = report.rows(session.results, prediction.predicted_tok_s)
-    if rows:
-        print(report.table(rows), *session.notes, sep="\n", flush=True)
+    print(report.table(rows) if rows else "nothing was measured", *session.notes, sep="\n", flush=True)
+    if not rows:
+        return
     report.save(rows, setup(args, session), args.json)
-    if args.plot and rows:
+    if args.plot:
         report.plot(rows, f"{args.target} + {args.draft}\n{args.prompts}", args.plot)
 
 

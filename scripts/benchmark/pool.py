@@ -36,7 +36,7 @@ class Worker:
         self._channel.send(start)
         try:
             self.versions: dict[str, str] = self._receive()
-        except EngineFailed:
+        except BaseException:  # the benchmark may be ended while it waits
             self.stop()
             raise
 

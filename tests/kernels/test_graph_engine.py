@@ -1,5 +1,6 @@
 """The engine over rounds on a device builds what the plain engine builds, round after round, on real weights."""
 
+import types
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +9,7 @@ import torch
 
 from vllm_ssd.config import SaguaroConfig
 from vllm_ssd.draft import engine as engine_module
+from vllm_ssd.draft import graph_engine
 from vllm_ssd.draft.engine import DraftEngine
 from vllm_ssd.draft.engine_choice import agrees, make_engine, make_round
 from vllm_ssd.draft.forecast import Part
@@ -232,6 +234,55 @@ def test_every_step_is_timed(options: dict, monkeypatch: pytest.MonkeyPatch) -> 
     side.play(3, outcomes=[Outcome(0, 6, [3999], [], 0)])
     assert len(timed) == len(grown) > 2 * K
     assert all(seconds > 0 for seconds in timed)
+
+
+class ScriptedDevice:
+    """A clock, and a device that takes so long for a step while the host goes on."""
+
+    STEP = 0.010
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = self._busy_until = 0.0
+        monkeypatch.setattr(graph_engine, "time", types.SimpleNamespace(perf_counter=lambda: self.now))
+        grow, glue = GraphRound.grow, GraphRound.glue
+
+        def scripted_grow(graph_round: GraphRound) -> None:
+            grow(graph_round)
+            number, _ = graph_round._pending.pop()
+            graph_round._pending.append((number, self._event()))
+
+        monkeypatch.setattr(GraphRound, "grow", scripted_grow)
+        monkeypatch.setattr(GraphRound, "glue", lambda graph_round, rows: (glue(graph_round, rows), self._event()))
+
+    def _event(self) -> types.SimpleNamespace:
+        done = self._busy_until = max(self._busy_until, self.now) + self.STEP
+
+        def wait() -> None:
+            self.now = max(self.now, done)
+
+        return types.SimpleNamespace(query=lambda: self.now >= done, synchronize=wait)
+
+
+@pytest.mark.parametrize("away", (0.0, 0.001, 0.006, 0.012, 0.030))
+def test_the_time_of_a_step_is_the_devices(away: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the device does while the host is away is not counted, or twice: trees are planned too large or small."""
+    device, timed = ScriptedDevice(monkeypatch), []
+    add_tree_step = Outbox.add_tree_step
+    monkeypatch.setattr(Outbox, "add_tree_step", lambda self, s: (timed.append(s), add_tree_step(self, s)))
+    side = Side(on_device())
+    step = side.engine.step
+
+    def slow_step() -> bool:
+        works = step()
+        device.now += away
+        return works
+
+    side.engine.step = slow_step
+    side.play(1, starts=[start(0, [308, 907, 12, 44])])
+    for number in range(2, 6):
+        side.play(number, outcomes=[Outcome(0, 3 + number, [3990 - number], [], 0)])
+    first, later = device.STEP, max(device.STEP, away)  # a tree grows no faster than the host asks
+    assert timed == pytest.approx([first, later, later, later] * 5, rel=1e-6)
 
 
 def test_a_wave_whose_sequence_lost_its_slots_gives_back_the_rest() -> None:

@@ -49,6 +49,7 @@ class _Planted:
     waves: list[_Wave]
     steps: int  # in all
     steps_due: int  # the others are optional
+    since: float  # when the device began with the step that comes in next, as far as the host knows
     enqueued: int = 0
     done: int = 0
 
@@ -86,7 +87,6 @@ class GraphEngine(DraftEngine):
 
     def _tree_step(self, sequences: list[Sequence]) -> Forwards:
         """One token for each branch of all waves."""
-        began = time.perf_counter()
         planted = self._planted
         if planted is None or not planted.stands or {wave.sequence for wave in planted.waves} != set(sequences):
             self._end()
@@ -99,11 +99,13 @@ class GraphEngine(DraftEngine):
         finished = self._round.finished(at_least=1) if planted.enqueued > planted.done else []
         for step in finished:
             self._take_in(planted, step)
+        self._observe(planted, len(finished), of_forwards=len(finished))
         self._end_if_full()
-        self._observe(len(finished), count, time.perf_counter() - began, of_forwards=len(finished))
 
     def _enqueue(self, planted: _Planted, count: int) -> None:
         """Keep the device busy with the next steps over `count` rows."""
+        if planted.enqueued and planted.enqueued == planted.done:
+            planted.since = time.perf_counter()  # it was idle
         while planted.enqueued < min(planted.done + _AHEAD, planted.steps):
             # Optional steps must be over before the outcome, which they would delay.
             optional = planted.enqueued >= planted.steps_due
@@ -129,7 +131,7 @@ class GraphEngine(DraftEngine):
         tails = np.split(slots.reshape(-1, steps), np.cumsum(sizes)[:-1])
         first_rows = np.cumsum([0, *sizes]).tolist()
         waves = [_Wave(s, row, tail, s.wave) for s, row, tail in zip(sequences, first_rows, tails)]
-        self._planted = _Planted(waves, steps, due)
+        self._planted = _Planted(waves, steps, due, time.perf_counter())
         with torch.inference_mode():
             self._round.set_trunks([sequence.slots.view() for sequence in sequences])
             self._round.plant(
@@ -178,11 +180,16 @@ class GraphEngine(DraftEngine):
             sequence.steps_left -= 1
         planted.done += 1
 
-    def _observe(self, steps: int, rows: int, seconds: float, of_forwards: int) -> None:
-        """So many steps over `rows` came in; `seconds` went by with `of_forwards`, whose times are taken for equal."""
+    def _observe(self, planted: _Planted, steps: int, of_forwards: int) -> None:
+        """So many steps came in. The time since the last ones did went by with `of_forwards`, taken for equal.
+
+        What the host did meanwhile is in it if it took longer than the device: trees grow no faster then.
+        """
+        now, rows = time.perf_counter(), sum(len(wave.branches) for wave in planted.waves)
         for _ in range(steps if rows else 0):
-            self._outbox.add_tree_step(seconds / of_forwards)
-            self._pace.observe_step(rows, seconds / of_forwards)
+            self._outbox.add_tree_step((now - planted.since) / of_forwards)
+            self._pace.observe_step(rows, (now - planted.since) / of_forwards)
+        planted.since = now
 
     def _end_if_full(self) -> None:
         """No branch is to grow further."""
@@ -231,7 +238,7 @@ class GraphEngine(DraftEngine):
         if slots is None:
             return False
         tails = slots[count:].reshape(len(sequences), width, steps)
-        planted = _Planted([_Wave(s, i * width, tails[i]) for i, s in enumerate(sequences)], steps, depth)
+        planted = _Planted([_Wave(s, i * width, tails[i]) for i, s in enumerate(sequences)], steps, depth, began)
         with torch.inference_mode():
             rows = {**self._enqueue_glue(glued, others, slots[:count]), **self._send_candidates(others)}
             self._enqueue_fork(planted, rows)
@@ -241,10 +248,9 @@ class GraphEngine(DraftEngine):
         self._hang_chosen(planted, finished[0])
         for step in finished:
             self._take_in(planted, step)
+        self._observe(planted, len(finished), of_forwards=1 + len(finished))
         self._planted = planted
         self._end_if_full()
-        rows = sum(len(wave.branches) for wave in planted.waves)
-        self._observe(len(finished), rows, time.perf_counter() - began, of_forwards=1 + len(finished))
         return True
 
     def _enqueue_glue(self, glued: list[Sequence], others: list[Sequence], slots: np.ndarray) -> dict[int, int]:

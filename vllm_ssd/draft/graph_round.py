@@ -256,7 +256,8 @@ class GraphRound:
         self._rows.token_ids[:bucket] = self._tree.bets[1, :bucket]
         self._tree.live[:bucket] = (self._tree.bets[0, :bucket] > 0).int()
         self._tree.step.zero_()
-        self._host_bets[:, : self._count].copy_(self._tree.bets[:, : self._count], non_blocking=True)
+        for host, field in zip(self._host_bets, self._tree.bets):  # each contiguous: a strided copy would wait
+            host[: self._count].copy_(field[: self._count], non_blocking=True)
         self._begun = 0
         self._pending.clear()
 
