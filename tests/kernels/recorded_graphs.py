@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from vllm_ssd.draft import graph_decoder, graph_round
 from vllm_ssd.draft.graph_runner import GraphRunner
+from vllm_ssd.kernels.tree_attention import Tree
 
 _LAUNCHES = (
     (graph_decoder, ("kv_write", "tree_attention")),
@@ -23,6 +24,7 @@ _READS = {
     "_local_scalar_dense",
     "nonzero",
     "masked_select",
+    "masked_scatter_",
     "equal",
     "is_nonzero",
     "_unique2",
@@ -49,7 +51,8 @@ class Recording(TorchDispatchMode):
         super().__exit__(*error)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if (name := func.overloadpacket.__name__) in _READS:
+        name = func.overloadpacket.__name__
+        if name in _READS or (name.startswith("index") and any(t.dtype == torch.bool for t in _tensors(args[1:]))):
             raise RuntimeError(f"{name} in a recording: a capture on a GPU would fail")
         return self.note(func, args, kwargs or {})
 
@@ -77,6 +80,7 @@ class RecordedGraphs:
 
     def install(self, monkeypatch) -> None:
         """Replace it, and let a kernel be one operation, as its launch is."""
+        monkeypatch.setattr(graph_decoder, "tree_attention", _within_blocks(graph_decoder.tree_attention))
         monkeypatch.setattr(GraphRunner, "run", lambda runner, key, function: self._run((runner, key), function))
         for module, names in _LAUNCHES:
             for name in names:
@@ -90,6 +94,17 @@ class RecordedGraphs:
             return
         with Recording() as self._recordings[key]:
             function()
+
+
+def _within_blocks(attention: Callable) -> Callable:
+    """The twin looks at rows alone; the kernel does no more rows of a block than it was captured for."""
+
+    def checked(queries: torch.Tensor, pool: torch.Tensor, tree: Tree, *args) -> torch.Tensor:
+        most = int(tree.blocks[:, 1].max())
+        assert most <= tree.per_block, f"a block of {most} rows in a graph for {tree.per_block}"
+        return attention(queries, pool, tree, *args)
+
+    return checked
 
 
 def _launch(kernel: Callable) -> Callable:

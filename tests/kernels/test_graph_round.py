@@ -172,6 +172,18 @@ def test_branches_of_a_sequence_draw_independently(model: DraftModel) -> None:
     assert len(set(step.tokens.tolist())) > 3
 
 
+def test_steps_of_a_branch_draw_independently(model: DraftModel) -> None:
+    """All steps of a branch draw with the same number: from laws that are nearly level, the same rank."""
+    graph_round = make(model)
+    with torch.inference_mode():
+        _, left = feed(graph_round, PROMPTS[:1])
+        graph_round.plant(planted(PROMPTS[:1], left, 20, temperature=1e4), [(3, 11)] * 20, [1])
+        graph_round.grow(DEPTH)
+    steps = graph_round.finished(at_least=DEPTH)
+    ranks = np.stack([(step.token_ids == step.tokens[:, None]).argmax(axis=1) for step in steps])
+    assert (ranks != ranks[0]).any(axis=0).sum() > 15
+
+
 def test_more_steps_than_the_tree_is_deep_are_refused(model: DraftModel) -> None:
     """Tails run into the slots of others."""
     graph_round = make(model)

@@ -14,7 +14,7 @@ from unit.test_model import tiny
 
 from vllm_ssd.draft import graph_decoder, graph_round
 from vllm_ssd.draft.batch import causal_group, flatten
-from vllm_ssd.draft.graph_buffers import Shape
+from vllm_ssd.draft.graph_buffers import Shape, Staging
 from vllm_ssd.draft.graph_decoder import GraphDecoder
 from vllm_ssd.draft.graph_forward import GraphForward
 from vllm_ssd.draft.graph_round import GraphRound, Planting
@@ -25,14 +25,43 @@ META = torch.device("meta")
 DEPTH, NUM_SLOTS = 4, 1000
 
 
-class CopiesWithoutWaiting(TorchDispatchMode):
-    """Lets copies to the host pass that nobody waits for."""
+class NoWaits(TorchDispatchMode):
+    """Refuses what waits on CUDA though "meta" takes it; lets copies to the host pass that nobody waits for."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self._sends = False
+        send = Staging.send
+
+        def staged(staging: Staging, array: np.ndarray, target: torch.Tensor) -> None:
+            self._sends = True
+            send(staging, array, target)
+            self._sends = False
+
+        monkeypatch.setattr(Staging, "send", staged)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.overloadpacket.__name__ == "copy_" and args[0].device.type == "cpu" and args[1].is_meta:
-            if len(args) > 2 and args[2]:  # non_blocking
-                return args[0]
-        return func(*args, **(kwargs or {}))
+        name, kwargs = func.overloadpacket.__name__, kwargs or {}
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+        if name == "copy_" and not tensors[0].is_meta and tensors[1].is_meta:
+            target, source = tensors
+            dense = target.is_contiguous() and source.is_contiguous() and target.dtype == source.dtype
+            if not (dense and len(args) > 2 and args[2]):
+                raise RuntimeError("a copy from the device meta that waits")
+            return target
+        made = func(*args, **kwargs)
+        from_host = name in ("copy_", "_to_copy", "to") and made.is_meta and not tensors[-1].is_meta
+        if from_host and not self._sends:
+            raise RuntimeError("a copy to the device meta that is not staged")
+        if name.startswith("index") and by_mask(args) or name.startswith("masked_s"):
+            raise RuntimeError("a mask of the device meta is read")
+        return made
+
+
+def by_mask(args: tuple) -> bool:
+    """Whether tensors are indexed by one of truth values, whose number must be known."""
+    indices = [index for arg in args if isinstance(arg, (list, tuple)) for index in arg]
+    return any(isinstance(index, torch.Tensor) and index.dtype == torch.bool for index in indices)
 
 
 class Launches:
@@ -65,7 +94,7 @@ def decoder_without_numbers() -> tuple[GraphDecoder, list[torch.Tensor]]:
 
 
 @torch.inference_mode()
-def test_a_round_waits_for_nothing(launched: list[str]) -> None:
+def test_a_round_waits_for_nothing(launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Some step reads a token, a count or a mask back: the GPU idles while the host makes up its mind."""
     decoder, pools = decoder_without_numbers()
     shape = Shape(
@@ -84,8 +113,8 @@ def test_a_round_waits_for_nothing(launched: list[str]) -> None:
     groups = [causal_group([1, 2, 3, 4], 0, slots[:4], slots[:4]), causal_group([1, 2, 3], 0, slots[4:7], slots[4:7])]
     tails = slots[100 : 100 + 2 * 6 * DEPTH].reshape(2, 6, DEPTH).astype(np.int32)
     plantings = [Planting(place, 3, tails[place], seed=place, temperature=float(place)) for place in range(2)]
-    with CopiesWithoutWaiting():
-        tree = GraphRound(decoder, pools, shape, decoder.vocab_size, top_m=8)
+    tree = GraphRound(decoder, pools, shape, decoder.vocab_size, top_m=8)
+    with NoWaits(monkeypatch):
         tree.set_trunks([group.columns for group in groups])
         tree.glue(host_rows(groups, DEPTH))
         tree.add_candidates(np.zeros((1, 16), dtype=np.int32), np.zeros((1, 16), dtype=np.float32))
@@ -97,14 +126,14 @@ def test_a_round_waits_for_nothing(launched: list[str]) -> None:
 
 
 @torch.inference_mode()
-def test_a_forward_waits_for_nothing(launched: list[str]) -> None:
+def test_a_forward_waits_for_nothing(launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The same of the forward that the engine flattens, within the buffers and beyond them."""
     decoder, pools = decoder_without_numbers()
     forward = GraphForward(decoder, max_length=64, depth=DEPTH, max_rows=8)
     slots = np.arange(NUM_SLOTS)
     for count in (3, 20):
         batch = flatten([causal_group([1] * count, 0, slots[:count], slots[:count])], META)
-        with CopiesWithoutWaiting():
+        with NoWaits(monkeypatch):
             logits = forward.forward(batch, pools)
         assert logits.shape == (count, decoder.vocab_size)
     assert launched.count("_kv_write_kernel") == 2 * len(pools)
@@ -119,10 +148,16 @@ def test_a_forward_waits_for_nothing(launched: list[str]) -> None:
         lambda t: t.numpy(),
         lambda t: bool(t.any()),
         lambda t: t[t > 0],
+        lambda t: t.index_put_((t > 0,), torch.ones((), device=META)),
+        lambda t: t.masked_scatter_(t > 0, t),
         lambda t: torch.zeros(3).copy_(t),
+        lambda t: torch.zeros(3, dtype=torch.int32).copy_(t, non_blocking=True),
+        lambda t: torch.zeros(3, 2)[:, 0].copy_(t, non_blocking=True),
+        lambda t: t + torch.zeros(3).to(META),
+        lambda t: t.copy_(torch.zeros(3)),
     ),
 )
-def test_what_waits_is_noticed(read: Callable[[torch.Tensor], object]) -> None:
+def test_what_waits_is_noticed(read: Callable[[torch.Tensor], object], monkeypatch: pytest.MonkeyPatch) -> None:
     """The tests above cannot fail."""
-    with CopiesWithoutWaiting(), pytest.raises((RuntimeError, TypeError), match="meta"):
+    with torch.inference_mode(), NoWaits(monkeypatch), pytest.raises((RuntimeError, TypeError), match="meta"):
         read(torch.ones(3, device=META))

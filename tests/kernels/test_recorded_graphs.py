@@ -61,6 +61,7 @@ def test_sampled_rows(graphs: RecordedGraphs, model) -> None:
     """Each replay draws with the same number, or from the law of the capture."""
     test_graph_round.test_sampled_rows_carry_the_law_they_were_drawn_from(model)
     test_graph_round.test_branches_of_a_sequence_draw_independently(model)
+    test_graph_round.test_steps_of_a_branch_draw_independently(model)
     assert graphs.replays > 3
 
 
