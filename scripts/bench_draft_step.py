@@ -4,7 +4,7 @@
     python scripts/bench_draft_step.py --json steps.json
 
 Needs one CUDA GPU, PyTorch, Triton, transformers and this package; no vLLM, no weights. For each
-draft and number of branches it prints the time of a step (forward, head and draw) three ways: as
+draft and number of branches it prints the time of a step (forward, head and draw) four ways: as
 replayed CUDA graphs, with every kernel launched, and by the light decoder in plain PyTorch with the
 candidates read back, as on a CPU; then as `transformers` wrote the model, with the same attention. The
 floor is the time to read the weights once, at the bandwidth that a copy reaches; the target for the 1B
