@@ -153,7 +153,7 @@ def parse_args() -> argparse.Namespace:
         required=True,
         help="list of rows; what they share goes to *.setup.json beside it",
     )
-    add("--plot", type=arguments.file_to_write, help="bars of tokens/s, as an image")
+    add("--plot", type=arguments.image_to_write, help="bars of tokens/s, as an image")
     args = parser.parse_args()
     args.variant = dict(args.variant) or {"": {}}
     if args.draft is None and {"draft_model", "saguaro"} & set(args.methods):

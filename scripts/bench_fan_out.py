@@ -262,7 +262,7 @@ def parse_args() -> argparse.Namespace:
     add("--vocab-size", type=int, default=0, help="token ids from here on are padding (0: above all that occur)")
     add("--dtype", default="float32", help="of the target")
     add("--json", type=arguments.file_to_write, required=True)
-    add("--plot", type=arguments.file_to_write)
+    add("--plot", type=arguments.image_to_write)
     return parser.parse_args()
 
 

@@ -27,7 +27,7 @@ def main() -> int:
     parser.add_argument("--over", choices=("batch", "variant"), required=True)
     parser.add_argument("--show", nargs="+", default=["tok_s"], help="keys of the rows")
     parser.add_argument("--title", default="")
-    parser.add_argument("--out", type=arguments.file_to_write, required=True)
+    parser.add_argument("--out", type=arguments.image_to_write, required=True)
     args = parser.parse_args()
     rows: list[Row] = json.loads(args.json.read_text())
     for key in args.show:

@@ -1,8 +1,11 @@
 """Arguments that several benchmarks take, checked before anything is measured: types for argparse."""
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from vllm_ssd.cli import output
 
 if TYPE_CHECKING:
     import torch
@@ -30,8 +33,18 @@ def file_to_read(text: str) -> Path:
 
 
 def file_to_write(text: str) -> Path:
-    """A path in a folder that exists."""
-    path = Path(text)
-    if not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"{text!r} cannot be written: there is no folder {str(path.parent)!r}")
-    return path
+    """A path that can be written."""
+    return _checked(text, output.check)
+
+
+def image_to_write(text: str) -> Path:
+    """The same, whose name ends as an image's."""
+    return _checked(text, output.check_image)
+
+
+def _checked(text: str, check: Callable[[str, Path], None]) -> Path:
+    try:
+        check("the file", Path(text))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return Path(text)

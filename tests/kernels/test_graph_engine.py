@@ -90,10 +90,10 @@ class Side:
             self.laws.append((item.token_ids, *unpack_law(item.law, len(item.token_ids))))
 
 
-def counted(name: str, monkeypatch: pytest.MonkeyPatch) -> list:
-    """Grows by one whenever this method of `GraphRound` is called."""
-    calls, method = [], getattr(GraphRound, name)
-    monkeypatch.setattr(GraphRound, name, lambda *args: (calls.append(name), method(*args))[1])
+def counted(name: str, monkeypatch: pytest.MonkeyPatch, owner: type = GraphRound) -> list[tuple]:
+    """The arguments of each call of this method, growing as it is called."""
+    calls, method = [], getattr(owner, name)
+    monkeypatch.setattr(owner, name, lambda self, *args: (calls.append(args), method(self, *args))[1])
     return calls
 
 
@@ -219,21 +219,14 @@ def test_the_device_waits_for_no_candidates_after_a_miss(monkeypatch: pytest.Mon
 @pytest.mark.parametrize("options", ({}, {"fan_out": "uniform"}), ids=("branches of the device", "of the host"))
 def test_every_step_is_timed(options: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps that come in together, or with the fork, are not counted: trees are planned by hardly a time."""
-    timed, grown = [], []
-    add_tree_step, add_growth = Outbox.add_tree_step, Outbox.add_growth
-    monkeypatch.setattr(
-        Outbox, "add_tree_step", lambda self, seconds: (timed.append(seconds), add_tree_step(self, seconds))
-    )
-    monkeypatch.setattr(
-        Outbox, "add_growth", lambda self, *args: (grown.append(args[0].seq_id), add_growth(self, *args))
-    )
+    timed, grown = (counted(name, monkeypatch, Outbox) for name in ("add_tree_step", "add_growth"))
     side = Side(on_device(**options))
     tree = side.play(1, starts=[start(0, [308, 907, 12, 44])])
     (_, first), chain = next(iter(tree[0].items()))
     side.play(2, outcomes=[Outcome(0, 5, [first], chain[:K], 0)])
     side.play(3, outcomes=[Outcome(0, 6, [3999], [], 0)])
     assert len(timed) == len(grown) > 2 * K
-    assert all(seconds > 0 for seconds in timed)
+    assert all(seconds > 0 for (seconds,) in timed)
 
 
 class ScriptedDevice:
@@ -266,9 +259,7 @@ class ScriptedDevice:
 @pytest.mark.parametrize("away", (0.0, 0.001, 0.006, 0.012, 0.030))
 def test_the_time_of_a_step_is_the_devices(away: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the device does while the host is away is not counted, or twice: trees are planned too large or small."""
-    device, timed = ScriptedDevice(monkeypatch), []
-    add_tree_step = Outbox.add_tree_step
-    monkeypatch.setattr(Outbox, "add_tree_step", lambda self, s: (timed.append(s), add_tree_step(self, s)))
+    device, timed = ScriptedDevice(monkeypatch), counted("add_tree_step", monkeypatch, Outbox)
     side = Side(on_device())
     step = side.engine.step
 
@@ -282,7 +273,7 @@ def test_the_time_of_a_step_is_the_devices(away: float, monkeypatch: pytest.Monk
     for number in range(2, 6):
         side.play(number, outcomes=[Outcome(0, 3 + number, [3990 - number], [], 0)])
     first, later = device.STEP, max(device.STEP, away)  # a tree grows no faster than the host asks
-    assert timed == pytest.approx([first, later, later, later] * 5, rel=1e-6)
+    assert [seconds for (seconds,) in timed] == pytest.approx([first, later, later, later] * 5, rel=1e-6)
 
 
 def test_a_wave_whose_sequence_lost_its_slots_gives_back_the_rest() -> None:

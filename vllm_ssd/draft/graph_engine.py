@@ -54,6 +54,11 @@ class _Planted:
     done: int = 0
 
     @property
+    def num_rows(self) -> int:
+        """Branches that grow."""
+        return sum(len(wave.branches) for wave in self.waves)
+
+    @property
     def stands(self) -> bool:
         """Whether all sequences still want these waves to grow."""
         return all(w.sequence.wave is w.branches and w.sequence.steps_left for w in self.waves)
@@ -94,8 +99,7 @@ class GraphEngine(DraftEngine):
             if planted is None:
                 yield from super()._tree_step(sequences)
                 return
-        count = sum(len(wave.branches) for wave in planted.waves)
-        self._enqueue(planted, count)
+        self._enqueue(planted, planted.num_rows)
         finished = self._round.finished(at_least=1) if planted.enqueued > planted.done else []
         for step in finished:
             self._take_in(planted, step)
@@ -185,10 +189,11 @@ class GraphEngine(DraftEngine):
 
         What the host did meanwhile is in it if it took longer than the device: trees grow no faster then.
         """
-        now, rows = time.perf_counter(), sum(len(wave.branches) for wave in planted.waves)
+        now, rows = time.perf_counter(), planted.num_rows
         for _ in range(steps if rows else 0):
-            self._outbox.add_tree_step((now - planted.since) / of_forwards)
-            self._pace.observe_step(rows, (now - planted.since) / of_forwards)
+            seconds = (now - planted.since) / of_forwards
+            self._outbox.add_tree_step(seconds)
+            self._pace.observe_step(rows, seconds)
         planted.since = now
 
     def _end_if_full(self) -> None:
