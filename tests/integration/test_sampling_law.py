@@ -6,7 +6,18 @@ from collections.abc import Callable
 import pytest
 
 from .engine import EngineProcess, saguaro
-from .tiny import LENGTH, NO_CHANCE, ONE_TOKEN_PROMPT, P_VALUE, PROMPT, REPETITIVE_PROMPT, VOCAB, Law, p_values
+from .tiny import (
+    DOUBTFUL,
+    LENGTH,
+    NO_CHANCE,
+    ONE_TOKEN_PROMPT,
+    P_VALUE,
+    PROMPT,
+    REPETITIVE_PROMPT,
+    VOCAB,
+    Law,
+    p_values,
+)
 
 SAMPLES = 2000
 VARIANTS = {
@@ -51,15 +62,17 @@ def sample(engine: EngineProcess, count: int, prompt: list[int], batch: int = 8,
 
 
 def check_law(draw: Callable[[], list[list[int]]], joint, what: str) -> None:
-    """Fail if what `draw` returns hardly follows the law, and hardly again when drawn anew, or does not at all.
+    """Fail if what `draw` returns does not follow the law. In doubt it draws as much again, and looks at both.
 
-    A single sample hardly follows a right law once in two hundred times: with some 40 laws, in every fifth run.
+    Of right laws one in thirty is drawn again, and (4,000 simulated) none failed, where one sample below 1e-4 fails
+    some 40 laws in 2 % of the runs. A law with 8 or 10 % of the draft's in it is noticed more often than so, too.
     """
-    found = p_values(draw(), joint)
+    drawn = draw()
+    found = p_values(drawn, joint)
     assert min(found) > NO_CHANCE, f"{what}: p-values of successive pairs {found}"
-    if min(found) < P_VALUE:
-        again = p_values(draw(), joint)
-        assert min(again) > P_VALUE, f"{what}: p-values of successive pairs {found}, then {again}"
+    if min(found) < DOUBTFUL:
+        both = p_values(drawn + draw(), joint)
+        assert min(both) > P_VALUE, f"{what}: p-values of successive pairs {found}, with a second sample {both}"
 
 
 def check_drafts_took_part(before: dict, after: dict, least: int = 400) -> None:

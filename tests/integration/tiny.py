@@ -13,8 +13,9 @@ LENGTH = 4  # generated tokens whose law is computed: VOCAB ** LENGTH continuati
 PROMPT = [3, 7, 1, 12, 5, 9, 2]
 ONE_TOKEN_PROMPT = [5]
 REPETITIVE_PROMPT = [3, 7, 1, 12] * 5 + [3, 7]
-P_VALUE = 1e-3  # a sample below it hardly follows a law
-NO_CHANCE = 1e-7  # and below this, not at all
+DOUBTFUL = 1e-2  # p-value of a sample below which another is drawn
+P_VALUE = 1e-5  # of both, below which they do not follow a law
+NO_CHANCE = 1e-7  # of one, below which no other is asked for
 
 
 def make_pair(folder: Path) -> tuple[Path, Path]:
