@@ -29,6 +29,7 @@ import triton
 from benchmark import arguments
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from vllm_ssd.devices import use_device
 from vllm_ssd.draft import light_decoder, pool_attention
 from vllm_ssd.draft.batch import Group, flatten
 from vllm_ssd.draft.graph_buffers import Shape, tree_bytes
@@ -52,6 +53,7 @@ def main() -> int:
     device = args.device
     if device.type == "cuda" and not torch.cuda.is_available():
         raise SystemExit("bench_draft_step.py: no CUDA device was found; --device cpu --drafts tiny tries the script.")
+    use_device(str(device))
     bandwidth = measured_bandwidth(device)
     rows = []
     with torch.inference_mode():

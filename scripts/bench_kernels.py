@@ -24,6 +24,7 @@ import torch
 import triton
 from benchmark import arguments
 
+from vllm_ssd.devices import use_device
 from vllm_ssd.kernels.draw import Laws, draw
 from vllm_ssd.kernels.fork import fork
 from vllm_ssd.kernels.kv_write import kv_write
@@ -98,6 +99,7 @@ def main() -> int:
     device = args.device
     if device.type == "cuda" and not torch.cuda.is_available():
         raise SystemExit("bench_kernels.py: no CUDA device was found; --device cpu --small tries the script.")
+    use_device(str(device))
     clock = Clock(device, args.repeats)
     bandwidth = measured_bandwidth(clock, device, 1 << (20 if args.small else 30))
     results = []

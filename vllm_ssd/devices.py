@@ -20,6 +20,17 @@ class DraftDevice:
         return f"{self.name}:{_ranges(self.cores)}" if self.cores else self.name
 
 
+def use_device(name: str) -> None:
+    """Make "cuda:N" the calling thread's current device; nothing to do for other names.
+
+    Tensors know where they are. Launches of Triton kernels, graphs and events go by the thread.
+    """
+    if name.startswith("cuda:"):
+        import torch  # not needed to read options
+
+        torch.cuda.set_device(name)
+
+
 def parse_cores(text: str) -> tuple[int, ...]:
     """ "2-5,8" → (2, 3, 4, 5, 8). Raises `ValueError` on anything else."""
     cores: set[int] = set()

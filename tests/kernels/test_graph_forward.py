@@ -111,7 +111,9 @@ def check_replays(device: torch.device) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="captures CUDA graphs; recorded_graphs.py does it elsewhere")
+@pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="captures CUDA graphs; test_simulated_gpu.py does it elsewhere"
+)
 def test_replayed_graphs_equal_direct_calls() -> None:
     """A captured forward reads or writes what moved."""
     check_replays(torch.device("cuda"))

@@ -113,7 +113,7 @@ def test_the_tree_is_the_engines(model: DraftModel, changes: dict) -> None:
             [2] * (K + 1),
         )
         graph_round.grow(DEPTH)
-    steps = graph_round.finished()
+    steps = graph_round.finished(at_least=DEPTH)
     assert [step.number for step in steps] == list(range(DEPTH))
     found = []
     for place, (prompt, _) in enumerate(PROMPTS):
@@ -137,7 +137,7 @@ def test_sampled_rows_carry_the_law_they_were_drawn_from(model: DraftModel) -> N
         _, left = feed(graph_round, plan)
         graph_round.plant(planted(plan, left, 3, **law), bets, [2, 1])
         graph_round.grow(DEPTH)
-        steps = graph_round.finished()
+        steps = graph_round.finished(at_least=DEPTH)
         for row, (offset, first) in enumerate(bets):
             prompt, trunk = plan[row // 3]
             chain = [*prompt, *trunk[:offset], first]

@@ -20,6 +20,7 @@ from collections import deque
 import msgspec
 
 from vllm_ssd.config import SaguaroConfig
+from vllm_ssd.devices import use_device
 from vllm_ssd.draft import heap
 from vllm_ssd.messages import PROTOCOL_VERSION, Failed, Idle, Ready, Round, decode_to_draft, encode
 from vllm_ssd.transport import Channel
@@ -111,6 +112,7 @@ def _load(settings: ServerSettings, channel: Channel):
 
     if settings.cores:
         torch.set_num_threads(len(settings.cores))
+    use_device(settings.device)
     config = SaguaroConfig(**settings.config)
     model = DraftModel(config, torch.device(settings.device), settings.vocab_size)
     most_useful = settings.max_num_seqs * (

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from vllm_ssd.config import SaguaroConfig
-from vllm_ssd.devices import DraftDevice
+from vllm_ssd.devices import DraftDevice, use_device
 from vllm_ssd.draft import heap
 from vllm_ssd.draft.hub import Hub, PeerGone
 from vllm_ssd.draft.identity import Identity, identify
@@ -90,6 +90,7 @@ class SharedServer:
 
     def run(self, stop: threading.Event) -> None:
         """Take in what came, do one step, send what it built; again, until `stop` is set."""
+        use_device(self._served.device)  # this thread may be another than the one that loaded the model
         while not stop.is_set():
             self._take_in(0.0 if self._busy else self._pause())
             self._polled_at = time.perf_counter()
@@ -258,6 +259,7 @@ def load(
 
     if device.cores:
         torch.set_num_threads(len(device.cores))
+    use_device(device.name)
     identity = identify(config)
     model = DraftModel(config, torch.device(device.name), vocab_size or identity.num_tokens)
     model.vocab_size = min(model.vocab_size, model.num_embeddings)

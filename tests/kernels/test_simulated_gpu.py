@@ -1,0 +1,377 @@
+"""The draft on a GPU that is simulated: its process, its engines, graphs, staging and events, as they stand.
+
+Fails where a kernel or a graph goes to another device, where what is captured depends on more than its static
+buffers or reads something back, where pinned memory is read too early or written too soon, and where a round waits.
+"""
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import torch
+from unit.test_model import GENERAL, assert_equals_plain, tiny
+
+from vllm_ssd.config import SaguaroConfig
+from vllm_ssd.devices import use_device
+from vllm_ssd.draft import graph_buffers
+from vllm_ssd.draft.batch import causal_group, flatten
+from vllm_ssd.draft.engine import DraftEngine
+from vllm_ssd.draft.engine_choice import make_engine
+from vllm_ssd.draft.forecast import Part
+from vllm_ssd.draft.graph_engine import GraphEngine
+from vllm_ssd.draft.graph_forward import GraphForward
+from vllm_ssd.draft.graph_round import GraphRound
+from vllm_ssd.draft.graph_runner import GraphRunner
+from vllm_ssd.draft.model import DraftModel
+from vllm_ssd.draft.pool_attention import PoolDecoder
+from vllm_ssd.draft.server import ServerSettings, _load
+from vllm_ssd.draft.shared_engine import SharedEngine
+from vllm_ssd.messages import Outcome, Push, Ready, decode_to_target
+
+from . import test_graph_engine, test_graph_round
+from .simulated_gpu import SimulatedGpu
+from .simulated_tensor import DEVICE, GpuError, GpuTensor
+from .test_graph_engine import DRAFT, WHOLE, Side, counted, start
+from .test_graph_forward import check_replays
+from .test_graph_round import BUDGET, DEPTH, PROMPTS, feed, planted
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a real GPU is here")
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedGpu]:
+    """A machine with GPUs; the thread uses the first, as any does that was told nothing."""
+    gpu = SimulatedGpu()
+    gpu.install(monkeypatch)
+    monkeypatch.setattr(graph_buffers, "_STAGING_BUFFERS", 3)  # their turn comes again at once
+    with gpu:
+        yield gpu
+
+
+@pytest.fixture
+def gpu(machine: SimulatedGpu, monkeypatch: pytest.MonkeyPatch) -> SimulatedGpu:
+    """The thread uses the draft's GPU, and so do tests that other files hold."""
+    use_device(str(DEVICE))
+    make, on_device = test_graph_round.make, test_graph_engine.on_device
+
+    def warmed_up(*args, **options) -> GraphRound:
+        graph_round = make(*args, **options)
+        with torch.inference_mode():
+            graph_round.warm_up()
+        return graph_round
+
+    monkeypatch.setattr(test_graph_round, "DEVICE", DEVICE)
+    monkeypatch.setattr(test_graph_round, "make", warmed_up)
+    monkeypatch.setattr(test_graph_engine, "on_device", functools.partial(on_device, device=DEVICE))
+    return machine
+
+
+@pytest.fixture
+def model(gpu: SimulatedGpu) -> DraftModel:
+    config = SaguaroConfig(DRAFT, 3, tree_budget=BUDGET, draft_dtype="float32")
+    model = DraftModel(config, DEVICE, vocab_size=4000)
+    model.allocate_kv_cache(None, most_useful=1024)
+    return model
+
+
+# ---- the process and its engines ----
+
+
+class Sent(list):
+    """A channel that keeps what it is told."""
+
+    def send(self, data: bytes) -> None:
+        self.append(decode_to_target(data))
+
+
+def test_the_process_works_on_its_own_device(machine: SimulatedGpu, caplog: pytest.LogCaptureFixture) -> None:
+    """Kernels, graphs and events go to the first GPU, the target's, unless the thread is told otherwise."""
+    options = {"tree_budget": 5, "draft_dtype": "float32", "draft_top_m": 8}
+    settings = ServerSettings(
+        config=dataclasses.asdict(SaguaroConfig(DRAFT, 3, **options)),
+        address="",
+        directory="",
+        device=str(DEVICE),
+        cores=[],
+        vocab_size=4000,
+        max_num_seqs=4,
+        max_model_len=64,
+        parent=0,
+    )
+    sent = Sent()
+    with caplog.at_level(logging.INFO, "vllm_ssd.draft"):
+        engine = _load(settings, sent)
+    assert machine.current_device == DEVICE.index
+    assert isinstance(engine, GraphEngine) and "trees grow on the device" in caplog.text
+    assert [(type(message), message.device) for message in sent] == [(Ready, str(DEVICE))]
+    sides = [Side(test_graph_engine.plain()), Side(engine)]
+    for number, outcomes in enumerate(([], [Outcome(0, 4, [3999], [], 0)]), 1):
+        starts = [start(0, [308, 907, 12])] if number == 1 else []
+        expected, mine = (side.play(number, starts, outcomes) for side in sides)
+        assert mine == expected and mine[0]
+    assert machine.replays > 10
+
+
+def test_where_the_thread_uses_another_device_the_plain_forward_is_taken(
+    machine: SimulatedGpu, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The simulation takes any device, and the test above cannot fail."""
+    model, config = test_graph_engine.model_and_config(DEVICE)
+    assert "without kernels and CUDA graphs, and slower: GpuError: kv_write goes to cuda:0" in caplog.text
+    assert type(make_engine(model, config, 600, WHOLE, 4, 64)) is DraftEngine
+
+
+@pytest.mark.parametrize("part", (WHOLE, Part(1, 2)), ids=("a whole tree", "a part of it"))
+def test_rounds_of_the_engine(gpu: SimulatedGpu, part: Part, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A round reads what moved since the capture, or has not come yet, or was drawn with the numbers of another."""
+    test_graph_engine.test_rounds_are_those_of_the_plain_engine(part, monkeypatch)
+    assert gpu.replays > 10
+
+
+def test_other_rounds_of_the_engine(gpu: SimulatedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trees that stop and go on, outcomes in the middle of one, more sequences than the buffers hold, laws."""
+    test_graph_engine.test_an_outcome_in_the_middle_of_a_tree_costs_no_slot()
+    test_graph_engine.test_more_sequences_than_the_buffers_hold_take_the_plain_step()
+    test_graph_engine.test_sampled_tokens_come_with_laws_that_hold_them()
+    test_graph_engine.test_fewer_outcomes_than_rows_leave_no_slots_behind(monkeypatch)
+    test_graph_engine.test_branches_of_a_shallow_plan_grow_when_the_verification_is_overdue(monkeypatch)
+
+
+def test_trees_step_by_step(gpu: SimulatedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine that steps from the host draws from tensors of the host."""
+    monkeypatch.setenv("VLLM_SSD_DEVICE_ROUNDS", "off")
+    model, config = test_graph_engine.model_and_config(DEVICE)
+    sides = [Side(test_graph_engine.plain()), Side(make_engine(model, config, 600, WHOLE, 4, 64))]
+    starts = [start(0, [308, 907, 12, 44]), start(1, [55, 2, 3001])]
+    trees = [side.play(1, starts) for side in sides]
+    assert trees[0] == trees[1] and trees[0][1]
+    assert gpu.replays > 10
+    for side in sides:
+        side.play(2, starts=[start(2, [7, 8, 9], temperature=1.0)], finished=[0, 1])
+    assert len(sides[1].laws) == len(sides[0].laws) > 3
+
+
+def test_a_draft_for_several_targets(gpu: SimulatedGpu) -> None:
+    """Forwards that are joined run on the device as well."""
+    model, config = test_graph_engine.model_and_config(DEVICE)
+    shared, pushes = SharedEngine(model, 600), []
+    shared.admit("a", config, 4)
+
+    class Port:
+        def begin_round(self, message) -> None:
+            shared.begin_round("a", message)
+
+        def step(self) -> bool:
+            worked = shared.step()
+            pushes.extend(push for _, push in shared.take_pushes())
+            return worked or bool(pushes)
+
+        def take_push(self) -> Push | None:
+            return pushes.pop(0) if pushes else None
+
+    sides = [Side(test_graph_engine.plain()), Side(Port())]
+    expected, mine = (side.play(1, [start(0, [308, 907, 12, 44])]) for side in sides)
+    assert mine == expected and mine[0]
+    assert gpu.replays > 3
+
+
+@pytest.mark.parametrize("name", GENERAL)
+def test_drafts_of_other_shapes(gpu: SimulatedGpu, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The general path makes tensors on the host, or mixes devices."""
+    model, reference = tiny(name).to(DEVICE), tiny(name)
+    forward, decoder = PoolDecoder.forward, PoolDecoder(model)
+    pools: list[torch.Tensor] = []
+
+    def on_device(self: PoolDecoder, batch, host_pools) -> torch.Tensor:
+        pools[:] = pools or [pool.to(DEVICE) for pool in host_pools]
+        rows = None if batch.logit_rows is None else batch.logit_rows.numpy()
+        return forward(self, flatten(batch.groups, DEVICE, rows), pools).cpu()
+
+    monkeypatch.setattr(PoolDecoder, "forward", on_device)
+    assert_equals_plain(decoder, reference)
+
+
+def test_the_pool_is_a_share_of_what_is_free(machine: SimulatedGpu) -> None:
+    """The KV pool takes all, or the memory of the host."""
+    config = SaguaroConfig(DRAFT, 3, draft_dtype="float32")
+    model = DraftModel(config, DEVICE, vocab_size=4000)
+    slot = 2 * 2 * 2 * 64 * 4  # layers, keys and values, heads, head size, float32
+    machine.free_bytes = 1000 * slot
+    assert model.allocate_kv_cache(None, most_useful=10_000) == 850
+    assert model.allocate_kv_cache(None, most_useful=700) == 700
+    assert all(isinstance(pool, GpuTensor) and pool.shape == (4, 700, 64) for pool in model.pools)
+    assert model.allocate_kv_cache(900 * slot, most_useful=700) == 900
+    with pytest.raises(ValueError, match=f"draft_kv_cache_memory_bytes={1001 * slot} is more than the {1000 * slot}"):
+        model.allocate_kv_cache(1001 * slot, most_useful=700)
+
+
+# ---- trees, laws and forwards ----
+
+
+@pytest.mark.parametrize("changes", ({}, {"vocab_size": 8 << 20}), ids=("at once", "logits in parts"))
+def test_trees(gpu: SimulatedGpu, model: DraftModel, changes: dict) -> None:
+    """The same of one tree."""
+    test_graph_round.test_the_tree_is_the_engines(model, changes)
+    assert gpu.replays > 3
+
+
+def test_sampled_rows(gpu: SimulatedGpu, model: DraftModel) -> None:
+    """Each replay draws with the same number, or from the law of the capture."""
+    test_graph_round.test_sampled_rows_carry_the_law_they_were_drawn_from(model)
+    test_graph_round.test_branches_of_a_sequence_draw_independently(model)
+    test_graph_round.test_steps_of_a_branch_draw_independently(model)
+    assert gpu.replays > 3
+
+
+def test_forwards(gpu: SimulatedGpu) -> None:
+    """The forward that the engine flattens, likewise."""
+    check_replays(DEVICE)
+    assert gpu.replays == 3
+
+
+# ---- what the host waits for ----
+
+
+@pytest.mark.parametrize("warm", (True, False), ids=("graphs", "launches"))
+def test_a_round_waits_for_nothing(gpu: SimulatedGpu, model: DraftModel, warm: bool) -> None:
+    """Some step reads a token, a count or a mask back: the GPU idles while the host makes up its mind."""
+    graph_round = test_graph_round.make(model)
+    graph_round._runner = graph_round._runner if warm else GraphRunner(DEVICE, enabled=False)
+    with torch.inference_mode():
+        gpu.waits.clear(), gpu.launches.clear()
+        first_rows, left = feed(graph_round, PROMPTS)
+        known = np.zeros((1, 16), dtype=np.int32), np.zeros((1, 16), dtype=np.float32)
+        graph_round.add_candidates(*known)
+        plantings = [dataclasses.replace(p, temperature=float(p.place)) for p in planted(PROMPTS, left)]
+        trunks, rates = [trunk for _, trunk in PROMPTS], [None, [0.5, 0.5], None]
+        graph_round.plant_most_probable(plantings, first_rows, trunks, [1.0] * 3, rates, 0.9, [2] * DEPTH)
+        graph_round.grow(DEPTH)
+        graph_round.plant(plantings, [(0, 7)] * 3 * BUDGET, [1])
+        graph_round.grow()
+    assert not gpu.waits
+    assert gpu.launches.count("draw") == (0 if warm else DEPTH + 1)
+
+
+def test_a_forward_waits_for_nothing(gpu: SimulatedGpu) -> None:
+    """The same of the forward that the engine flattens, within the buffers and beyond them."""
+    model, _ = test_graph_engine.model_and_config(DEVICE)
+    for count in (3, 520):
+        slots = np.arange(count)
+        batch = flatten([causal_group([1] * count, 0, slots, slots)], DEVICE)
+        gpu.waits.clear()
+        with torch.inference_mode():
+            assert model.forward(batch).shape == (count, 4096)
+        assert not gpu.waits
+    assert isinstance(model._decoder, GraphForward)
+
+
+def test_after_a_miss_the_engine_waits_for_its_first_step_alone(
+    gpu: SimulatedGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The glue is read back before the branches are chosen."""
+    side = Side(test_graph_engine.on_device())
+    side.play(1, starts=[start(0, [7, 8, 9])])
+    forked = counted("plant_most_probable", monkeypatch)
+    gpu.waits.clear()
+    assert side.play(2, outcomes=[Outcome(0, 4, [3999], [], 0)])
+    assert len(forked) == 1 and not gpu.waits
+
+
+# ---- the simulation notices ----
+
+
+@pytest.mark.parametrize(
+    "read",
+    (
+        lambda t: t[0].item(),
+        lambda t: t.cpu(),
+        lambda t: bool(t.any()),
+        lambda t: t[t > 0],
+        lambda t: t.nonzero(),
+        lambda t: t.index_put_((t > 0,), torch.ones((), device=DEVICE)),
+        lambda t: t.masked_scatter_(t > 0, t),
+        lambda t: torch.zeros(3).copy_(t),
+        lambda t: torch.zeros(3).copy_(t, non_blocking=True),
+        lambda t: torch.zeros(3, pin_memory=True).copy_(t),
+        lambda t: torch.zeros(3, dtype=torch.int32, pin_memory=True).copy_(t, non_blocking=True),
+        lambda t: torch.zeros(3, 2, pin_memory=True)[:, 0].copy_(t, non_blocking=True),
+        lambda t: torch.zeros(3).to(DEVICE),
+        lambda t: torch.zeros(3).to(DEVICE, non_blocking=True),
+        lambda t: torch.zeros(3, pin_memory=True).to(DEVICE),
+        lambda t: t.copy_(torch.zeros(3)),
+    ),
+)
+@torch.inference_mode()
+def test_what_waits_is_noticed(gpu: SimulatedGpu, read: Callable[[torch.Tensor], object]) -> None:
+    """The tests above cannot fail."""
+    tensor = torch.ones(3, device=DEVICE)
+    assert not gpu.waits
+    read(tensor)
+    assert len(gpu.waits) == 1
+    with pytest.raises(GpuError, match="not permitted while a graph is captured"):
+        GraphRunner(DEVICE).run("read", lambda: read(tensor))
+    with pytest.raises(NotImplementedError):  # a wait, too, but PyTorch itself refuses it here
+        torch.tensor([1.0], device=DEVICE)
+
+
+@torch.inference_mode()
+def test_numbers_are_late(gpu: SimulatedGpu) -> None:
+    """What is read before its event has passed looks right."""
+    host = torch.zeros(3, pin_memory=True)
+    host.copy_(torch.ones(3, device=DEVICE), non_blocking=True)
+    event = torch.cuda.Event()
+    event.record()
+    assert not event.query() and host.tolist() != [1.0] * 3
+    assert event.query() and host.tolist() == [1.0] * 3
+    assert not gpu.waits
+
+
+@torch.inference_mode()
+def test_an_event_of_another_device_has_passed(gpu: SimulatedGpu) -> None:
+    """Who waits for it waits for nothing."""
+    use_device("cuda:0")
+    host = torch.zeros(3, pin_memory=True)
+    host.copy_(torch.ones(3, device=DEVICE), non_blocking=True)
+    event = torch.cuda.Event()
+    event.record()
+    assert event.query() and host.tolist() != [1.0] * 3
+
+
+@torch.inference_mode()
+def test_memory_is_locked_while_it_is_read(gpu: SimulatedGpu) -> None:
+    """A staging buffer whose turn comes too soon carries the numbers of the next copy."""
+    pinned, event = torch.zeros(3, pin_memory=True), torch.cuda.Event()
+    pinned.to(DEVICE, non_blocking=True)
+    event.record()
+    with pytest.raises(GpuError, match="may still read it"):
+        pinned[0] = 1.0
+    event.synchronize()
+    pinned[0] = 1.0
+
+
+@torch.inference_mode()
+def test_what_a_graph_cannot_follow_is_noticed(gpu: SimulatedGpu) -> None:
+    """Numbers of the host, tensors that take the place of others, or what a graph leaves behind, pass for static."""
+    runner = GraphRunner(DEVICE)
+    buffer, out, count = (torch.zeros(3, device=DEVICE) for _ in range(3))
+    numbers = iter((2.0, 3.0, 4.0))
+    for _ in range(2):
+        runner.run("host", lambda: out.copy_(buffer + next(numbers)))
+    assert out.cpu().tolist() == [3.0] * 3
+    tensors = [torch.full((3,), value, device=DEVICE) for value in (5.0, 6.0)]
+    for moved in tensors:
+        runner.run("moved", lambda moved=moved: out.copy_(moved))
+    assert out.cpu().tolist() == [5.0] * 3
+    del tensors, moved
+    with pytest.raises(GpuError, match="memory that was freed"):
+        runner.run("moved", lambda: None)
+    kept = []
+    runner.run("kept", lambda: kept.append(buffer + 1.0))
+    runner.run("kept", lambda: kept.append(buffer + 1.0))
+    assert kept[0].cpu().tolist() == [1.0] * 3 != kept[1].cpu().tolist()
+    for _ in range(3):
+        runner.run("count", lambda: count.add_(1.0))
+    assert count.cpu().tolist() == [3.0] * 3  # a capture runs nothing
