@@ -169,14 +169,8 @@ def plain_seconds(
     repeats: int,
 ) -> float:
     """A step over a padded mask, its candidates read back."""
-    count = len(tails)
-    context = len(trunk)
-    mask = np.concatenate([np.ones((count, context), dtype=bool), np.eye(count, dtype=bool)], axis=1)
-    columns = np.concatenate([trunk, tails[:, 0]])
-    positions = np.full(count, context)
-    group = Group(
-        list(range(count)), positions, tails[:, 0], columns, np.concatenate([np.arange(context), positions]), mask
-    )
+    above = np.full(len(tails), len(trunk))
+    group = Group(range(len(tails)), above, tails[:, 0], trunk, above, tails[:, :1])
 
     def step() -> None:
         values, token_ids = top_tokens(decoder.forward(flatten([group], device), pools), _TOP_M, vocab_size)

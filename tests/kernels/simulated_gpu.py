@@ -37,23 +37,24 @@ _READS |= {"_unique2", "unique_consecutive", "repeat_interleave", "item"}
 class Event:
     """Stands for `torch.cuda.Event`; late: asked for the first time, it has not passed."""
 
-    def __init__(self, gpu: "SimulatedGpu") -> None:
-        self._gpu = gpu
+    gpu: "SimulatedGpu"
+
+    def __init__(self) -> None:
         self._end, self._asked = 0, False
 
     def record(self) -> None:
         """On the stream of the current device: that of another one is empty."""
-        self._gpu.refuse_in_capture("an event")
-        self._end = self._gpu.num_late if self._gpu.current_device == DEVICE.index else 0
+        self.gpu.refuse_in_capture("an event")
+        self._end = self.gpu.num_late if self.gpu.current_device == DEVICE.index else 0
 
     def query(self) -> bool:
         self._asked, asked = True, self._asked
         if asked:
-            self._gpu.finish(self._end)
-        return self._gpu.num_done >= self._end
+            self.gpu.finish(self._end)
+        return self.gpu.num_done >= self._end
 
     def synchronize(self) -> None:
-        self._gpu.finish(self._end)
+        self.gpu.finish(self._end)
 
 
 class SimulatedGpu(TorchDispatchMode):
@@ -63,8 +64,11 @@ class SimulatedGpu(TorchDispatchMode):
         super().__init__()
         self.free_bytes = free_bytes
         self.current_device = 0
+        self.current_stream: object = "default"
         self.waits: list[str] = []  # what the host waited for
         self.launches: list[str] = []  # kernels, replays aside
+        self.faulty: str | None = None  # a kernel that breaks the device
+        self._lost = False
         self.replays = 0
         self._compiled: set[tuple] = set()
         self._capture: Graph | None = None
@@ -80,8 +84,11 @@ class SimulatedGpu(TorchDispatchMode):
             "set_device": self._set_device,
             "mem_get_info": lambda _device=None: (self.free_bytes, 2 * self.free_bytes),
             "synchronize": lambda _device=None: self._wait("synchronize"),
-            "Event": functools.partial(Event, self),
-            "CUDAGraph": functools.partial(Graph, self._begin_replay),
+            "empty_cache": lambda: None,
+            "current_stream": lambda _device=None: self.current_stream,
+            "set_stream": lambda stream: setattr(self, "current_stream", stream),
+            "Event": type("Event", (Event,), {"gpu": self}),
+            "CUDAGraph": type("CUDAGraph", (Graph,), {"begin_replay": lambda _graph: self._begin_replay()}),
             "graph": self._captured,
             "graph_pool_handle": object,
         }.items():
@@ -103,6 +110,8 @@ class SimulatedGpu(TorchDispatchMode):
         device = given.get("device")
         if name == "copy_" and on_device:
             return self._copy(args[0], args[1], given.get("non_blocking", False))
+        if name == "_pin_memory" or name == "pin_memory":
+            return self._pin(args[0])
         if name in ("to", "_to_copy") and (on_device or _is_cuda(device)):
             return self._move(func, args, kwargs, given)
         if not on_device and not _is_cuda(device):
@@ -129,6 +138,12 @@ class SimulatedGpu(TorchDispatchMode):
         found = func(*args, **kwargs)
         if pinned:
             self._pinned[address_of(found)] = found
+        return found
+
+    def _pin(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy of a tensor of the host in pinned memory."""
+        found = tensor.clone()
+        self._pinned[address_of(found)] = found
         return found
 
     def _move(self, func: Callable, args: tuple, kwargs: dict, given: dict) -> torch.Tensor:
@@ -188,6 +203,7 @@ class SimulatedGpu(TorchDispatchMode):
                 self.refuse_in_capture(f"the compilation of {name}")
                 self._compiled.add(compiled)
             self.launches.append(name)
+            self._lost = self._lost or name == self.faulty
             return self._run(_within_blocks if name == "tree_attention" else twin, args, kwargs)
 
         def _within_blocks(queries: torch.Tensor, pool: torch.Tensor, tree: Any, *args: Any) -> torch.Tensor:
@@ -214,6 +230,8 @@ class SimulatedGpu(TorchDispatchMode):
 
     def _wait(self, what: str) -> None:
         self.refuse_in_capture(what)
+        if self._lost:
+            raise GpuError("an illegal memory access was encountered")
         self.waits.append(what)
         self.finish(self.num_late)
 
@@ -243,13 +261,14 @@ class SimulatedGpu(TorchDispatchMode):
     def _captured(self, graph: Graph, pool: object = None) -> Iterator[None]:
         self._check_current("a graph")
         assert pool is not None, "every graph has memory of its own"
-        self._capture = graph
+        stream, self.current_stream, self._capture = self.current_stream, "capture", graph
         try:
             yield
         finally:
             self._capture = None
             with _disable_current_modes():
                 graph.end()
+        self.current_stream = stream  # PyTorch leaves it where the capture fails
 
 
 def _runs_kernel(ask: Callable, backend: str | None, tensor: torch.Tensor) -> bool:

@@ -13,12 +13,14 @@ from .simulated_tensor import GARBAGE, GpuError, address_of, borrowed, map_tenso
 class Graph:
     """Operations, with the tensors they had; those that were there before the capture are not kept alive."""
 
-    def __init__(self, begin_replay: Callable[[], None]) -> None:
-        self._begin_replay = begin_replay
+    def __init__(self) -> None:
         self._operations: list[tuple[Callable, tuple, dict, Any]] = []
         self._before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # what the capture found, by address
         self._outside: list[StorageWeakRef] = []
         self._own: dict[int, torch.Tensor] = {}  # memory of its own, by address
+
+    def begin_replay(self) -> None:
+        """For the device to know of."""
 
     def note(self, function: Callable, args: tuple, kwargs: dict) -> Any:
         """Run an operation, and keep it."""
@@ -48,7 +50,7 @@ class Graph:
     @_disable_current_modes()
     def replay(self) -> None:
         """Run the operations again, their results where they were. Raises `GpuError` if memory was freed."""
-        self._begin_replay()
+        self.begin_replay()
         if any(memory.expired() for memory in self._outside):
             raise GpuError("a graph uses memory that was freed")
         for function, args, kwargs, found in self._operations:

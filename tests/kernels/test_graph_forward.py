@@ -1,7 +1,5 @@
 """The forward over ragged rows equals the plain forward of `transformers`, and its padding does nothing."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 import torch
@@ -56,33 +54,42 @@ def test_a_forward_that_goes_wrong_is_not_taken(monkeypatch: pytest.MonkeyPatch,
         assert message in caplog.text
 
 
-def test_rows_are_a_prefix_and_a_tail() -> None:
-    """Some mask is taken apart wrongly: what a row attends to is not what the mask says."""
+def test_rows_are_the_groups() -> None:
+    """What a row attends to is not what the mask of the padded form says, or the row is another token's."""
     generator = np.random.default_rng(0)
     groups = []
-    for count, width in ((3, 9), (1, 1), (5, 12)):
-        prefix = generator.integers(0, width + 1, count)
-        mask = np.arange(width)[None, :] < prefix[:, None]
-        mask |= generator.random((count, width)) < 0.2
+    for count, length, depth in ((3, 9, 2), (1, 1, 0), (5, 12, 4), (2, 0, 1)):
+        slots = generator.permutation(99)
         groups.append(
             Group(
                 token_ids=generator.integers(0, 9, count).tolist(),
                 positions=generator.integers(0, 9, count),
                 slots=generator.integers(0, 99, count),
-                columns=generator.permutation(99)[:width],
-                column_positions=np.arange(width),
-                mask=mask,
+                trunk=slots[:length],
+                prefix=generator.integers(0, length + 1, count),
+                tails=slots[length : length + count * depth].reshape(count, depth),
             )
         )
-    rows = host_rows(groups, 12)
+    rows, batch = host_rows(groups, 4), flatten(groups, CPU)
     attended = []
     for row in range(len(rows.token_ids)):
         trunk = rows.trunks[rows.row_sequence[row]][: rows.trunk_lengths[row]]
-        attended.append(sorted([*trunk, *rows.tail_slots[row, : rows.tail_lengths[row]]]))
-    expected = [sorted(group.columns[mask]) for group in groups for mask in group.mask]
+        attended.append([*trunk, *rows.tail_slots[row, : rows.tail_lengths[row]]])
+    expected, positions = [], []
+    for b, group in enumerate(groups):
+        for mask in batch.mask[b, : len(group.token_ids)]:
+            expected.append(batch.columns[b][mask].tolist())
+            positions.append(batch.column_positions[b][mask].tolist())
     assert attended == expected
-    with pytest.raises(ValueError, match="beyond its prefix"):
-        host_rows([dataclasses.replace(groups[0], mask=np.tri(3, 9, -1, dtype=bool)[:, ::-1].copy())], 1)
+    assert all(places == list(range(len(places))) for places in positions)  # a tail goes on where its prefix ends
+    for mine, field in (
+        (rows.token_ids, batch.token_ids),
+        (rows.positions, batch.positions),
+        (rows.slots, batch.slots),
+    ):
+        assert mine.tolist() == field.tolist()
+    with pytest.raises(ValueError, match="a tail of 4 slots; it may have 3"):
+        host_rows(groups, 3)
 
 
 def test_a_bucket_holds_its_rows() -> None:

@@ -68,7 +68,7 @@ def feed(graph_round: GraphRound, plan: list[tuple[list[int], list[int]]]) -> tu
         groups.append(causal_group(tokens, 0, mine, mine))
         used += len(tokens)
     with torch.inference_mode():
-        graph_round.set_trunks([group.columns for group in groups])
+        graph_round.set_trunks([group.trunk for group in groups])
         graph_round.glue(host_rows(groups, DEPTH))
     return first_rows, slots[used:]
 

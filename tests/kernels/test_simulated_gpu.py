@@ -16,7 +16,6 @@ from unit.test_model import GENERAL, assert_equals_plain, tiny
 
 from vllm_ssd.config import SaguaroConfig
 from vllm_ssd.devices import use_device
-from vllm_ssd.draft import graph_buffers
 from vllm_ssd.draft.batch import causal_group, flatten
 from vllm_ssd.draft.engine import DraftEngine
 from vllm_ssd.draft.engine_choice import make_engine
@@ -46,7 +45,6 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedGpu]:
     """A machine with GPUs; the thread uses the first, as any does that was told nothing."""
     gpu = SimulatedGpu()
     gpu.install(monkeypatch)
-    monkeypatch.setattr(graph_buffers, "_STAGING_BUFFERS", 3)  # their turn comes again at once
     with gpu:
         yield gpu
 
@@ -154,9 +152,12 @@ def test_trees_step_by_step(gpu: SimulatedGpu, monkeypatch: pytest.MonkeyPatch) 
     assert len(sides[1].laws) == len(sides[0].laws) > 3
 
 
-def test_a_draft_for_several_targets(gpu: SimulatedGpu) -> None:
-    """Forwards that are joined run on the device as well."""
-    model, config = test_graph_engine.model_and_config(DEVICE)
+@pytest.mark.parametrize("num_drafts", (3, 20))
+def test_a_draft_for_several_targets(gpu: SimulatedGpu, num_drafts: int) -> None:
+    """It was loaded before it knew how far they draft: a deeper tree ends it for all."""
+    model = test_graph_engine.loaded(SaguaroConfig(DRAFT, 1, draft_dtype="float32"), DEVICE)
+    options = {"tree_budget": 5, "draft_dtype": "float32", "draft_top_m": 8}
+    config = SaguaroConfig(DRAFT, num_drafts, **options)
     shared, pushes = SharedEngine(model, 600), []
     shared.admit("a", config, 4)
 
@@ -172,10 +173,43 @@ def test_a_draft_for_several_targets(gpu: SimulatedGpu) -> None:
         def take_push(self) -> Push | None:
             return pushes.pop(0) if pushes else None
 
-    sides = [Side(test_graph_engine.plain()), Side(Port())]
+    plain = DraftEngine(test_graph_engine.loaded(config, torch.device("cpu")), config, 600)
+    expected, mine = (
+        side.play(1, [start(0, [308, 907, 12, 44])], depth=num_drafts) for side in map(Side, (plain, Port()))
+    )
+    assert mine == expected and {len(chain) for chain in mine[0].values()} == {num_drafts + 1}
+    assert gpu.replays > 3
+
+
+def test_without_kernels(gpu: SimulatedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever meets a kernel that breaks the GPU cannot do without."""
+    monkeypatch.setenv("VLLM_SSD_KERNELS", "off")
+    model, config = test_graph_engine.model_and_config(DEVICE)
+    engine = make_engine(model, config, 600, WHOLE, 4, 64)
+    sides = [Side(test_graph_engine.plain()), Side(engine)]
     expected, mine = (side.play(1, [start(0, [308, 907, 12, 44])]) for side in sides)
     assert mine == expected and mine[0]
-    assert gpu.replays > 3
+    assert type(engine) is DraftEngine and not gpu.launches and not gpu.replays
+    monkeypatch.setenv("VLLM_SSD_KERNELS", "none")
+    with pytest.raises(ValueError, match="VLLM_SSD_KERNELS is 'none'; it must be auto or off"):
+        model.warm_up()
+
+
+@pytest.mark.parametrize("kernel", ("tree_attention", "draw"))
+def test_a_kernel_that_breaks_the_device_ends_the_start(gpu: SimulatedGpu, kernel: str) -> None:
+    """The plain forward is taken, which cannot run either, or the draft says that it is ready and dies."""
+    gpu.faulty = kernel
+    with pytest.raises(RuntimeError, match="cuda:1 is lost to this process: an illegal .* VLLM_SSD_KERNELS=off"):
+        model, config = test_graph_engine.model_and_config(DEVICE)
+        make_engine(model, config, 600, WHOLE, 4, 64)
+
+
+def test_a_capture_that_fails_leaves_the_stream(gpu: SimulatedGpu) -> None:
+    """All that follows goes on on the capture's stream, beside what is on the usual one."""
+    numbers = torch.ones(3, device=DEVICE)
+    with pytest.raises(GpuError, match="not permitted"):
+        GraphRunner(DEVICE).run("read", lambda: numbers.cpu())
+    assert torch.cuda.current_stream() == "default"
 
 
 @pytest.mark.parametrize("name", GENERAL)
@@ -187,8 +221,7 @@ def test_drafts_of_other_shapes(gpu: SimulatedGpu, name: str, monkeypatch: pytes
 
     def on_device(self: PoolDecoder, batch, host_pools) -> torch.Tensor:
         pools[:] = pools or [pool.to(DEVICE) for pool in host_pools]
-        rows = None if batch.logit_rows is None else batch.logit_rows.numpy()
-        return forward(self, flatten(batch.groups, DEVICE, rows), pools).cpu()
+        return forward(self, flatten(batch.groups, DEVICE, batch.wanted), pools).cpu()
 
     monkeypatch.setattr(PoolDecoder, "forward", on_device)
     assert_equals_plain(decoder, reference)

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from vllm_ssd.config import SaguaroConfig
-from vllm_ssd.draft import light_decoder
+from vllm_ssd.draft import batch, light_decoder
 from vllm_ssd.draft.batch import FlatBatch, Group, flatten
 from vllm_ssd.draft.light_decoder import LightDecoder
 from vllm_ssd.draft.model import DraftModel
@@ -82,16 +82,7 @@ def plain_logits(model: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
 
 def causal_group(tokens: list[int], known: int, slots: np.ndarray) -> Group:
     """The tokens after the first `known` ones, over the slots of all."""
-    positions = np.arange(known, len(tokens))
-    mask = np.arange(len(tokens))[None, :] <= positions[:, None]
-    return Group(
-        token_ids=tokens[known:],
-        positions=positions,
-        slots=slots[known : len(tokens)],
-        columns=slots[: len(tokens)],
-        column_positions=np.arange(len(tokens)),
-        mask=mask,
-    )
+    return batch.causal_group(tokens[known:], known, slots[: len(tokens)], slots[known : len(tokens)])
 
 
 def empty_pools(model: PreTrainedModel) -> list[torch.Tensor]:
@@ -120,9 +111,7 @@ def assert_equals_plain(decoder: LightDecoder | PoolDecoder, model: PreTrainedMo
     assert torch.allclose(rest, torch.cat([logits[2:] for logits in expected]), atol=1e-3)
 
     trunk, above = sequences[1], np.array([5, 17])  # branches leave the trunk at its 5th token and at its end
-    columns = np.concatenate([slots[1][:17], slots[3][:2]])
-    mask = np.concatenate([np.arange(17)[None, :] < above[:, None], np.eye(2, dtype=bool)], axis=1)
-    tree = Group([11, 22], above, slots[3][:2], columns, np.concatenate([np.arange(17), above]), mask)
+    tree = Group([11, 22], above, slots[3][:2], slots[1][:17], above, slots[3][:2, None])
     tokens = [*sequences[0], 33]
     for groups, rows in (([tree], None), ([tree, causal_group(tokens, 3, slots[0])], np.array([2, 0, 1]))):
         logits = forward(groups, rows)

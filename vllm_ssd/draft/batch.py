@@ -35,94 +35,118 @@ def usual_columns(most: int) -> Iterator[int]:
 
 @dataclass
 class Group:
-    """The tokens of one sequence in a forward, and what each may attend to."""
+    """The tokens of one sequence in a forward; each attends to a prefix of a trunk, and to a tail of its own."""
 
-    token_ids: list[int]  # [n]
+    token_ids: Seq[int]  # [n]
     positions: np.ndarray  # [n] int64
     slots: np.ndarray  # [n] int64, where their KV goes
-    columns: np.ndarray  # [S] int64 slots, those of the n tokens included
-    column_positions: np.ndarray  # [S] int64
-    mask: np.ndarray  # [n, S] bool, True: attend
+    trunk: np.ndarray  # [S] int64, slots of the sequence's tokens from the first on
+    prefix: np.ndarray  # [n] int64: how many of them a token attends to
+    tails: np.ndarray  # [n, D] int64, slots of the D tokens after its prefix
+
+    @property
+    def num_columns(self) -> int:
+        """Slots that any of its tokens attends to, S + n * D: the trunk's, then the tails'."""
+        return len(self.trunk) + self.tails.size
 
 
-def causal_group(token_ids: list[int], known: int, columns: np.ndarray, slots: np.ndarray) -> Group:
-    """Tokens that follow `known` earlier ones, each attending to all before it.
+def causal_group(token_ids: Seq[int], known: int, columns: np.ndarray, slots: np.ndarray) -> Group:
+    """Tokens that follow `known` earlier ones, each attending to all before it and to itself.
 
     `columns`: [known + n] slots of the earlier ones and of these.
     """
-    count = len(token_ids)
-    positions = np.arange(known, known + count)
-    mask = np.arange(known + count)[None, :] <= positions[:, None]
-    return Group(token_ids, positions, slots, columns.copy(), np.arange(known + count), mask)
+    positions = np.arange(known, known + len(token_ids))
+    return Group(token_ids, positions, slots, columns.copy(), positions + 1, np.empty((len(token_ids), 0), np.int64))
 
 
 @dataclass
 class FlatBatch:
-    """The tensors of one forward, on the model's device; T tokens, B groups."""
+    """The tensors of one forward, on the model's device, made when they are asked for; T tokens, B groups."""
 
     groups: Seq[Group]
     device: torch.device
-    token_ids: torch.Tensor  # [T] int64
-    positions: torch.Tensor  # [T] int64
-    slots: torch.Tensor  # [T] int64
-    logit_rows: torch.Tensor | None  # [R] int64: tokens whose logits are wanted; None: all
+    wanted: np.ndarray | None  # [R] int64: tokens whose logits are wanted; None: all
+
+    @cached_property
+    def token_ids(self) -> torch.Tensor:
+        """[T] int64."""
+        return self._joined([np.asarray(group.token_ids, dtype=np.int64) for group in self.groups])
+
+    @cached_property
+    def positions(self) -> torch.Tensor:
+        """[T] int64."""
+        return self._joined([group.positions for group in self.groups])
+
+    @cached_property
+    def slots(self) -> torch.Tensor:
+        """[T] int64."""
+        return self._joined([group.slots for group in self.groups])
+
+    @cached_property
+    def logit_rows(self) -> torch.Tensor | None:
+        """`wanted` on the device."""
+        return None if self.wanted is None else to_device(self.wanted, self.device)
 
     @cached_property
     def columns(self) -> torch.Tensor:
         """[B, S] int64 slots, padded with slot 0."""
-        return _send(self._host[0], self.device)
+        return to_device(self._padded[0], self.device)
 
     @cached_property
     def column_positions(self) -> torch.Tensor:
         """[B, S] int64."""
-        return _send(self._host[1], self.device)
+        return to_device(self._padded[1], self.device)
 
     @cached_property
     def mask(self) -> torch.Tensor:
-        """[B, N, S] bool; padded rows attend to column 0."""
-        return _send(self._host[2], self.device)
+        """[B, N, S] bool, True: attend; padded rows attend to column 0."""
+        return to_device(self._padded[2], self.device)
 
     @cached_property
     def padded_rows(self) -> torch.Tensor | None:
         """[T] int64: token -> b * N + n; None for one group of N tokens."""
-        return _send(self._host[3], self.device)
+        places = self._padded[3]
+        return None if places is None else to_device(places, self.device)
 
     @cached_property
-    def _host(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]:
+    def _padded(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]:
         """The padded form, which a forward over ragged rows (`graph_forward.py`) never asks for."""
         return _padded(self.groups)
 
-
-def flatten(groups: Seq[Group], device: torch.device, logit_rows: np.ndarray | None = None) -> FlatBatch:
-    """Join groups into one batch."""
-    token_ids = np.concatenate([np.asarray(g.token_ids, dtype=np.int64) for g in groups])
-    return FlatBatch(
-        groups=groups,
-        device=device,
-        token_ids=_send(token_ids, device),
-        positions=_send(np.concatenate([g.positions for g in groups]), device),
-        slots=_send(np.concatenate([g.slots for g in groups]), device),
-        logit_rows=_send(logit_rows, device),
-    )
+    def _joined(self, arrays: Seq[np.ndarray]) -> torch.Tensor:
+        return to_device(np.concatenate(arrays), self.device)
 
 
-def _send(array: np.ndarray | None, device: torch.device) -> torch.Tensor | None:
-    return None if array is None else torch.from_numpy(array).to(device, non_blocking=True)
+def flatten(groups: Seq[Group], device: torch.device, wanted: np.ndarray | None = None) -> FlatBatch:
+    """Join groups into one batch. `wanted`: [R] int64, tokens whose logits are wanted; None: all."""
+    return FlatBatch(groups, device, wanted)
+
+
+def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """A copy on a GPU, which nobody waits for; on a CPU the array.
+
+    It goes through pinned memory, which PyTorch gives to nobody else before it was read.
+    """
+    source = torch.from_numpy(np.ascontiguousarray(array))
+    return source.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else source
 
 
 def _padded(groups: Seq[Group]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]:
-    most = max(len(g.token_ids) for g in groups)
+    most = max(len(group.token_ids) for group in groups)
     rows = usual_rows(most)
-    width = padded_columns(max(len(g.columns) for g in groups))
+    width = padded_columns(max(group.num_columns for group in groups))
     columns = np.zeros((len(groups), width), dtype=np.int64)
     column_positions = np.zeros((len(groups), width), dtype=np.int64)
     mask = np.zeros((len(groups), rows, width), dtype=bool)
     places = []
     for b, group in enumerate(groups):
-        count, size = group.mask.shape
-        columns[b, :size] = group.columns
-        column_positions[b, :size] = group.column_positions
-        mask[b, :count, :size] = group.mask
+        count, depth = group.tails.shape
+        length, size = len(group.trunk), group.num_columns
+        columns[b, :length], columns[b, length:size] = group.trunk, group.tails.reshape(-1)
+        column_positions[b, :length] = np.arange(length)
+        column_positions[b, length:size] = (group.prefix[:, None] + np.arange(depth)).reshape(-1)
+        mask[b, :count, :length] = np.arange(length) < group.prefix[:, None]
+        mask[b, :count, length:size] = np.repeat(np.eye(count, dtype=bool), depth, axis=1)
         mask[b, count:, 0] = True  # a row that attends to nothing would be NaN
         places.append(np.arange(b * rows, b * rows + count))
     return columns, column_positions, mask, None if len(groups) == 1 and rows == most else np.concatenate(places)

@@ -17,6 +17,7 @@ from vllm_ssd.draft.batch import causal_group, flatten
 from vllm_ssd.draft.engine import DraftEngine
 from vllm_ssd.draft.forecast import Part, candidates_wanted
 from vllm_ssd.draft.graph_rows import TRIAL_TOKENS, TRIAL_TOLERANCE
+from vllm_ssd.draft.graph_runner import check_device
 from vllm_ssd.draft.model import DraftModel
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ def make_engine(
     device_round = None
     if choice == "on" or (choice == "auto" and model.device.type == "cuda"):
         device_round = _ready_round(model, config, num_slots, part, max_sequences, max_length)
+    check_device(model.device)  # a fault that nobody waited for yet would be the first request's
     logger.info("trees grow %s", "step by step" if device_round is None else "on the device")
     if device_round is None:
         return DraftEngine(model, config, num_slots, part=part)
@@ -65,6 +67,7 @@ def _ready_round(
         reason = "its logits differ from those of the plain forward"
     except Exception as error:  # whatever it is, the engine that steps from the host needs none of it
         reason = f"{type(error).__name__}: {error}"
+        check_device(model.device)
     logger.warning("the draft's trees do not grow on the device, and are slower: %s", reason)
     return None
 

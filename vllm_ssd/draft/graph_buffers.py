@@ -9,12 +9,12 @@ Shapes: R rows, S sequences, L longest sequence, D steps of a tree, W candidates
 
 import dataclasses
 import math
-from collections import deque
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from vllm_ssd.draft.batch import to_device
 from vllm_ssd.draft.graph_decoder import Rows
 from vllm_ssd.draft.graph_rows import HostRows
 from vllm_ssd.kernels.draw import Laws
@@ -22,7 +22,6 @@ from vllm_ssd.kernels.tree_attention import Tree, Workspace, row_blocks, rows_pe
 
 _PROGRAMS = 264  # that keep a GPU busy: two for each multiprocessor of an H100 or H200
 _MOST_SPLITS = 16
-_STAGING_BUFFERS = 128
 _LOGITS_BYTES = 64 << 20  # logits of more rows than fit this are made and drawn from in parts
 
 
@@ -54,37 +53,10 @@ class Shape:
         return max(1, min(self.max_rows, _LOGITS_BYTES // (self.vocab_size * self.dtype.itemsize)))
 
 
-class Staging:
-    """Carries arrays to the device without waiting: through pinned memory on a GPU, directly on a CPU."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        # Used in turn: when a buffer's turn comes again, its copy is long done.
-        self._ring: deque[tuple[Tensor, torch.cuda.Event]] = deque()
-
-    def send(self, array: np.ndarray, target: Tensor) -> None:
-        """Enqueue the copy of `array` to `target`, of the same shape and dtype."""
-        source = torch.from_numpy(np.ascontiguousarray(array))
-        if self._device.type != "cuda" or not source.numel():
-            target.copy_(source)
-            return
-        pinned, copied = self._next(source.nbytes)
-        staged = pinned[: source.nbytes].view(source.dtype).view(source.shape)
-        staged.copy_(source)
-        # Through contiguous memory of the device: a strided copy would not be asynchronous.
-        target.copy_(staged.to(self._device, non_blocking=True))
-        copied.record()
-        self._ring.append((pinned, copied))
-
-    def _next(self, size: int) -> tuple[Tensor, torch.cuda.Event]:
-        """A pinned buffer of at least `size` bytes whose last copy is done."""
-        pinned = None
-        if len(self._ring) >= _STAGING_BUFFERS:
-            pinned, copied = self._ring.popleft()
-            copied.synchronize()
-        if pinned is None or pinned.nbytes < size:
-            pinned = torch.empty(max(2 * size, 4096), dtype=torch.uint8, pin_memory=True)
-        return pinned, torch.cuda.Event()
+def send(array: np.ndarray, target: Tensor) -> None:
+    """Enqueue the copy of `array` to `target`, of the same shape and dtype."""
+    # Through contiguous memory of the device: a strided copy would not be asynchronous.
+    target.copy_(to_device(array, target.device))
 
 
 class RowBuffers:
@@ -124,7 +96,7 @@ class RowBuffers:
         )
         return Rows(self.token_ids[:count], self.positions[:count], self.slots[:count], tree, workspace)
 
-    def fill(self, rows: HostRows, bucket: int, per_block: int, staging: Staging) -> None:
+    def fill(self, rows: HostRows, bucket: int, per_block: int) -> None:
         """Send the rows, trunks aside; what is beyond them, up to `bucket`, reads and writes nothing."""
         count = len(rows.token_ids)
         columns = np.zeros((6, bucket), dtype=np.int32)
@@ -139,16 +111,16 @@ class RowBuffers:
         )
         for column, field in zip(columns, fields):
             column[:count] = field
-        staging.send(columns, self._columns[:, :bucket])
-        staging.send(rows.tail_slots, self.tail_slots[:count])
+        send(columns, self._columns[:, :bucket])
+        send(rows.tail_slots, self.tail_slots[:count])
         blocks = np.zeros((bucket, 2), dtype=np.int32)
         used = row_blocks(rows.row_sequence, per_block)
         blocks[: len(used)] = used
-        staging.send(blocks, self.blocks[:bucket])
+        send(blocks, self.blocks[:bucket])
 
-    def fill_trunks(self, trunks: np.ndarray, staging: Staging) -> None:
+    def fill_trunks(self, trunks: np.ndarray) -> None:
         """Send the slots of the first sequences: [sequences, longest] int32."""
-        staging.send(trunks, self.trunk_slots[: trunks.shape[0], : trunks.shape[1]])
+        send(trunks, self.trunk_slots[: trunks.shape[0], : trunks.shape[1]])
 
     def clear(self) -> None:
         """Make all rows padding."""

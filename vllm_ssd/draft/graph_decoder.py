@@ -34,7 +34,7 @@ class GraphDecoder:
 
     def __init__(self, light: LightDecoder, compiled: bool = False) -> None:
         """`compiled`: fuse what lies between the matrix products with `torch.compile`."""
-        self._light = light
+        self.light = light
         self._table = light._rotary.contiguous()
         first = light._layers[0]
         self.num_heads: int = light._num_heads
@@ -49,7 +49,7 @@ class GraphDecoder:
 
     def hidden(self, rows: Rows, pools: Sequence[Tensor]) -> Tensor:
         """Normalised hidden states, [R, D]. `pools`: [2 * KV heads, num_slots, E] a layer, written."""
-        light = self._light
+        light = self.light
         hidden = F.embedding(rows.token_ids, light._embedding)
         for layer, pool in zip(light._layers, pools):
             normed = self._normed(hidden, layer._attention_norm.weight, layer._attention_norm.eps)
@@ -65,7 +65,7 @@ class GraphDecoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, D] → [R, V]."""
-        return self._light._head(hidden)
+        return self.light._head(hidden)
 
 
 def _gated(gate_up: Tensor) -> Tensor:

@@ -1,9 +1,8 @@
 """The forward of the draft on a GPU for batches that the engine flattens: ragged, in graphs.
 
-Takes the place of the light decoder on CUDA. A batch's groups become rows that attend to a prefix of
-their group's columns and to a tail of their own; they travel in static buffers, padded to a bucket.
-Batches larger than the buffers run through the same calls without a graph. On a CPU (the tests) the
-same code calls the kernels' twins; the capture has not been run, for lack of a GPU.
+Takes the place of the light decoder on CUDA. The rows of a batch's groups travel in static buffers, padded
+to a bucket. Batches larger than the buffers run through the same calls without a graph. On a CPU (the tests)
+the same code calls the kernels' twins.
 """
 
 import dataclasses
@@ -14,10 +13,10 @@ import numpy as np
 import torch
 
 from vllm_ssd.draft.batch import FlatBatch, causal_group, flatten
-from vllm_ssd.draft.graph_buffers import RowBuffers, Shape, Staging
+from vllm_ssd.draft.graph_buffers import RowBuffers, Shape
 from vllm_ssd.draft.graph_decoder import GraphDecoder
-from vllm_ssd.draft.graph_rows import TRIAL_TOKENS, TRIAL_TOLERANCE, HostRows, host_rows, joined
-from vllm_ssd.draft.graph_runner import GraphRunner, bucket_of, buckets
+from vllm_ssd.draft.graph_rows import TRIAL_TOLERANCE, HostRows, host_rows, joined
+from vllm_ssd.draft.graph_runner import GraphRunner, bucket_of, buckets, check_device
 from vllm_ssd.draft.light_decoder import LightDecoder
 from vllm_ssd.kernels.tree_attention import rows_per_block
 
@@ -26,42 +25,51 @@ logger = logging.getLogger("vllm_ssd.draft")
 _MAX_ROWS = 512
 _MAX_SEQUENCES = 64
 _MAX_TAIL = 64
+_TRIAL_LENGTHS = (1, 8, 64, 600)  # graphs of several buckets, and a batch beyond them
+_LEAST_DEPTH = 16  # what the kernels work on at least
+_ALIGNED = 16  # in buffers of other sizes: a number that is a multiple of 16 or is not is a kernel of its own
 
 
 def ready(light: LightDecoder, pools: Sequence[torch.Tensor], max_length: int, depth: int):
     """The forward over ragged rows with its graphs captured; `light` itself if that does not work here.
 
-    The two must agree about a few tokens: a kernel that a new compiler or device breaks then costs
-    speed, and a warning, but no drafts.
+    The two must agree about a few prompts: a kernel that a new compiler or device breaks then costs
+    speed, and a warning, but no drafts. Raises `RuntimeError` if it broke the device for this process.
     """
     try:
         with torch.inference_mode():
             graphs = GraphForward(GraphDecoder(light), max_length, depth)
             graphs.warm_up(pools)
-            slots = np.arange(min(TRIAL_TOKENS, pools[0].shape[1]))
-            group = causal_group(slots.tolist(), 0, slots, slots)
-            batches = [flatten([group], pools[0].device) for _ in range(2)]
-            mine, plain = graphs.forward(batches[0], pools).float(), light.forward(batches[1], pools).float()
-            if (mine - plain).abs().max() <= TRIAL_TOLERANCE * plain.abs().max():
+            if all(_agree(graphs, light, pools, min(n, pools[0].shape[1], max_length)) for n in _TRIAL_LENGTHS):
                 return graphs
             reason = "its logits differ from those of the plain forward"
     except Exception as error:  # whatever it is, the plain forward needs none of it
         reason = f"{type(error).__name__}: {error}"
+        check_device(pools[0].device)
     logger.warning("the draft runs without kernels and CUDA graphs, and slower: %s", reason)
     return light
+
+
+def _agree(graphs: "GraphForward", light: LightDecoder, pools: Sequence[torch.Tensor], length: int) -> bool:
+    """Whether both find the same logits after so many tokens."""
+    slots = np.arange(length)
+    group = causal_group(slots % graphs.graph_decoder.vocab_size, 0, slots, slots)
+    batch = flatten([group], pools[0].device, wanted=slots[-1:])
+    mine, plain = graphs.forward(batch, pools).float(), light.forward(batch, pools).float()
+    return bool((mine - plain).abs().max() <= TRIAL_TOLERANCE * plain.abs().max())
 
 
 class GraphForward:
     """Logits of flat batches."""
 
     def __init__(self, decoder: GraphDecoder, max_length: int, depth: int, max_rows: int = _MAX_ROWS) -> None:
-        """`max_length`: of a sequence; `depth`: longest tail of a branch."""
+        """`max_length`: of a sequence; `depth`: longest tail of a branch (longer ones run without kernels)."""
         self.graph_decoder = decoder
         self._shape = Shape(
             max_rows=max_rows,
             max_sequences=_MAX_SEQUENCES,
-            max_length=max_length + _MAX_TAIL,
-            depth=depth,
+            max_length=_aligned(max_length + _MAX_TAIL),
+            depth=max(depth, _LEAST_DEPTH),
             width=1,
             num_heads=decoder.num_heads,
             num_kv_heads=decoder.num_kv_heads,
@@ -71,11 +79,12 @@ class GraphForward:
         )
         self._buffers = RowBuffers(self._shape, decoder.device)
         self._hidden = torch.zeros(max_rows, decoder.hidden_size, dtype=decoder.dtype, device=decoder.device)
-        self._staging = Staging(decoder.device)
         self._runner = GraphRunner(decoder.device)
 
     def forward(self, batch: FlatBatch, pools: Sequence[torch.Tensor]) -> torch.Tensor:
         """Write the tokens' KV to their slots; logits of the wanted rows, [R, padded vocabulary]."""
+        if max(group.tails.shape[1] for group in batch.groups) > self._shape.depth:
+            return self.graph_decoder.light.forward(batch, pools)
         rows = host_rows(batch.groups, self._shape.depth)
         count = len(rows.token_ids)
         if count <= self._shape.max_rows and len(rows.trunks) <= self._shape.max_sequences:
@@ -96,8 +105,8 @@ class GraphForward:
     def _replay(self, rows: HostRows, pools: Sequence[torch.Tensor]) -> torch.Tensor:
         bucket = bucket_of(len(rows.token_ids), self._shape.max_rows)
         per_block = self._per_block(int(np.bincount(rows.row_sequence).max()))
-        self._buffers.fill(rows, bucket, per_block, self._staging)
-        self._buffers.fill_trunks(joined(rows.trunks), self._staging)
+        self._buffers.fill(rows, bucket, per_block)
+        self._buffers.fill_trunks(joined(rows.trunks))
         self._run(bucket, per_block, pools)
         return self._hidden
 
@@ -117,9 +126,17 @@ class GraphForward:
     def _run_large(self, rows: HostRows, pools: Sequence[torch.Tensor]) -> torch.Tensor:
         """A batch beyond the buffers (a prompt's chunk): the same calls on buffers of its own."""
         count, trunks = len(rows.token_ids), joined(rows.trunks)
-        size = {"max_rows": count, "max_sequences": len(trunks), "max_length": max(trunks.shape[1], 1)}
+        size = {
+            "max_rows": _aligned(count),
+            "max_sequences": len(trunks),
+            "max_length": _aligned(max(trunks.shape[1], 1)),
+        }
         own = RowBuffers(dataclasses.replace(self._shape, **size), self.graph_decoder.device)
         per_block = self._per_block(count)
-        own.fill(rows, count, per_block, self._staging)
-        own.fill_trunks(trunks, self._staging)
+        own.fill(rows, count, per_block)
+        own.fill_trunks(trunks)
         return self.graph_decoder.hidden(own.rows(count, per_block), pools)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNED) * _ALIGNED

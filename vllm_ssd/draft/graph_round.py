@@ -18,8 +18,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from vllm_ssd.draft.batch import to_device
 from vllm_ssd.draft.forecast import Part
-from vllm_ssd.draft.graph_buffers import RowBuffers, Shape, Staging, TreeBuffers
+from vllm_ssd.draft.graph_buffers import RowBuffers, Shape, TreeBuffers, send
 from vllm_ssd.draft.graph_decoder import GraphDecoder
 from vllm_ssd.draft.graph_outcomes import UNKNOWN, most_probable_outcomes
 from vllm_ssd.draft.graph_planting import Planting, Step, law_columns
@@ -52,7 +53,6 @@ class GraphRound:
         device = decoder.device
         self._rows = RowBuffers(shape, device)
         self._tree = TreeBuffers(shape, device)
-        self._staging = Staging(device)
         self._runner = GraphRunner(device, graphs)
         pinned = {"pin_memory": device.type == "cuda"}
         self._host = [
@@ -77,7 +77,7 @@ class GraphRound:
 
     def set_trunks(self, trunks: Sequence[np.ndarray]) -> None:
         """The slots of the sequences at places 0, 1, …, committed tokens and drafts in flight."""
-        self._rows.fill_trunks(joined(trunks), self._staging)
+        self._rows.fill_trunks(joined(trunks))
 
     def glue(self, rows: HostRows) -> None:
         """Compute the KV of tokens that have none, and the candidates after each of them.
@@ -87,14 +87,14 @@ class GraphRound:
         self._glued = count = len(rows.token_ids)
         bucket = bucket_of(count, self._shape.max_rows)
         per_block = self._shared(int(np.bincount(rows.row_sequence).max()))
-        self._rows.fill(rows, bucket, per_block, self._staging)
+        self._rows.fill(rows, bucket, per_block)
         self._runner.run(("glue", bucket, per_block), lambda: self._glue(bucket, per_block))
 
     def add_candidates(self, token_ids: np.ndarray, values: np.ndarray) -> int:
         """Candidates that the host has, behind those of the last glue, [n, W] int32 and float32; their first row."""
         rows = slice(self._glued, self._glued + len(token_ids))
-        self._staging.send(token_ids, self._tree.glue_ids[rows])
-        self._staging.send(values, self._tree.glue_values[rows])
+        send(token_ids, self._tree.glue_ids[rows])
+        send(values, self._tree.glue_values[rows])
         return self._glued
 
     def plant(self, plantings: Sequence[Planting], bets: Sequence[tuple[int, int]], fan_out: Sequence[int]) -> None:
@@ -109,7 +109,7 @@ class GraphRound:
         table = np.zeros((2, self._bucket), dtype=np.int32)
         table[0, : self._count] = above + chosen[:, 0]
         table[1, : self._count] = chosen[:, 1]
-        self._staging.send(table, self._tree.bets[:, : self._bucket])
+        send(table, self._tree.bets[:, : self._bucket])
         self._begin()
 
     def plant_most_probable(
@@ -143,10 +143,7 @@ class GraphRound:
             if measured is not None:
                 rates[: len(trunk)] = measured
         device = self._decoder.device
-        sent = torch.zeros(table.shape, dtype=torch.int32, device=device)
-        self._staging.send(table, sent)
-        sent_facts = torch.zeros(facts.shape, device=device)
-        self._staging.send(facts, sent_facts)
+        sent, sent_facts = to_device(table, device), to_device(facts, device)
         rows, exponents, above = sent_facts[:, :3].unbind(1)
         at = rows.long()[:, None] + torch.arange(positions, device=device)
         at = at.clamp(max=self._shape.max_rows - 1)
@@ -271,12 +268,12 @@ class GraphRound:
         nothing = np.zeros(self._count, dtype=np.int32)
         places = np.repeat(np.asarray([p.place for p in plantings], dtype=np.int32), counts)
         rows = HostRows(nothing, nothing, nothing, places, nothing, tails, nothing, [])
-        self._rows.fill(rows, self._bucket, self._per_block, self._staging)
+        self._rows.fill(rows, self._bucket, self._per_block)
 
         for name, column in law_columns(plantings, self._bucket, self._shape.depth, self._top_m).items():
-            self._staging.send(column, getattr(self._tree.laws, name)[: self._bucket])
+            send(column, getattr(self._tree.laws, name)[: self._bucket])
         by_step = [fan_out[min(step, len(fan_out) - 1)] for step in range(self._shape.depth)]
-        self._staging.send(np.asarray(by_step, dtype=np.int32), self._tree.fan_out)
+        send(np.asarray(by_step, dtype=np.int32), self._tree.fan_out)
 
     def _fetch(self, number: int) -> None:
         """Enqueue the way of a step's results to the host."""

@@ -1,6 +1,5 @@
-"""The ragged form of a batch: what each row attends to, as a prefix of a trunk and a tail of its own.
+"""The ragged form of a batch, which the kernels read (`vllm_ssd.kernels.tree_attention`): groups as rows.
 
-What the kernels read (`vllm_ssd.kernels.tree_attention`), made on the host of the engine's groups.
 Shapes: R rows, D longest tail.
 """
 
@@ -11,7 +10,7 @@ import numpy as np
 
 from vllm_ssd.draft.batch import Group
 
-TRIAL_TOKENS = 8  # before a form over ragged rows is trusted it is held against the plain one, on so many
+TRIAL_TOKENS = 8  # before rounds on the device are trusted they are held against the plain forward, after so many
 TRIAL_TOLERANCE = 0.05  # of the largest logit: roundings of bfloat16, not another result
 
 
@@ -26,30 +25,20 @@ class HostRows:
     trunk_lengths: np.ndarray  # [R]
     tail_slots: np.ndarray  # [R, depth]
     tail_lengths: np.ndarray  # [R]
-    trunks: list[np.ndarray]  # a group's columns, as far as a prefix of them is attended to
+    trunks: list[np.ndarray]  # a group's trunk, as far as it is attended to
 
 
 def host_rows(groups: Sequence[Group], depth: int) -> HostRows:
-    """Rows of all groups, with tails of at most `depth` slots.
-
-    Raises `ValueError` if a row attends to more columns than that beyond its prefix.
-    """
-    prefixes, tails, tail_lengths = [], [], []
-    for group in groups:
-        mask = group.mask
-        prefix = np.where(mask.all(axis=1), mask.shape[1], mask.argmin(axis=1))
-        beyond = mask & (np.arange(mask.shape[1]) >= prefix[:, None])
-        lengths = beyond.sum(axis=1)
-        if len(lengths) and lengths.max() > depth:
-            raise ValueError(f"a row attends to {lengths.max()} columns beyond its prefix; it may to {depth}.")
-        rows, columns = np.nonzero(beyond)
-        place = np.arange(len(rows)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-        tail = np.zeros((len(mask), depth), dtype=np.int32)
-        tail[rows, place] = group.columns[columns]
-        prefixes.append(prefix)
-        tails.append(tail)
-        tail_lengths.append(lengths)
+    """Rows of all groups, with tails of at most `depth` slots. Raises `ValueError` if a tail is longer."""
     counts = [len(group.token_ids) for group in groups]
+    longest = [group.tails.shape[1] for group in groups]
+    if max(longest, default=0) > depth:
+        raise ValueError(f"a row has a tail of {max(longest)} slots; it may have {depth}.")
+    tails = np.zeros((sum(counts), depth), dtype=np.int32)
+    begin = 0
+    for group, count, length in zip(groups, counts, longest):
+        tails[begin : begin + count, :length] = group.tails
+        begin += count
 
     def join(arrays) -> np.ndarray:
         return np.concatenate([np.asarray(array) for array in arrays]).astype(np.int32)
@@ -59,10 +48,10 @@ def host_rows(groups: Sequence[Group], depth: int) -> HostRows:
         positions=join(group.positions for group in groups),
         slots=join(group.slots for group in groups),
         row_sequence=np.repeat(np.arange(len(groups), dtype=np.int32), counts),
-        trunk_lengths=join(prefixes),
-        tail_slots=join(tails),
-        tail_lengths=join(tail_lengths),
-        trunks=[group.columns[: prefix.max(initial=0)] for group, prefix in zip(groups, prefixes)],
+        trunk_lengths=join(group.prefix for group in groups),
+        tail_slots=tails,
+        tail_lengths=np.repeat(np.asarray(longest, dtype=np.int32), counts),
+        trunks=[group.trunk[: group.prefix.max(initial=0)] for group in groups],
     )
 
 

@@ -1,8 +1,7 @@
 """Runs functions over static buffers: as replayed CUDA graphs on a GPU, as plain calls elsewhere.
 
 A graph replays one shape only. Rows are therefore padded to a bucket, and there is one graph for
-each function and bucket. The capture itself has not been run: no GPU was at hand. What is captured
-is what the tests run on the CPU, and replay there from recordings of its operations.
+each function and bucket. No real GPU was at hand: the tests capture and replay on a simulated one.
 """
 
 from collections.abc import Callable, Hashable
@@ -49,8 +48,25 @@ class GraphRunner:
             return
         function()  # this call's work; it also compiles the kernels, which must not happen in a capture
         torch.cuda.synchronize(self._device)
-        graph = torch.cuda.CUDAGraph()
-        # All graphs share their temporary memory: they are replayed one after the other.
-        with torch.cuda.graph(graph, pool=self._memory):
-            function()  # records, runs nothing
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self._device)
+        try:
+            # All graphs share their temporary memory: they are replayed one after the other.
+            with torch.cuda.graph(graph, pool=self._memory):
+                function()  # records, runs nothing
+        except BaseException:
+            torch.cuda.set_stream(stream)  # where a capture fails, PyTorch may stay on its own
+            raise
         self._graphs[key] = graph
+
+
+def check_device(device: torch.device) -> None:
+    """Wait for all that was enqueued. Raises `RuntimeError` if the process cannot use the device any more."""
+    if device.type != "cuda":
+        return
+    try:
+        torch.cuda.synchronize(device)
+    except Exception as error:
+        raise RuntimeError(
+            f"{device} is lost to this process: {error}; if it happens again, VLLM_SSD_KERNELS=off in the environment "
+            "of vLLM has the draft compute without kernels and CUDA graphs"
+        ) from error

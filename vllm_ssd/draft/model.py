@@ -5,7 +5,9 @@ Llama-shaped models take a light forward (`light_decoder.py`), on a GPU over ker
 (`pool_attention.py`).
 """
 
+import gc
 import logging
+import os
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,6 +25,7 @@ logger = logging.getLogger("vllm_ssd.draft")
 
 _FREE_MEMORY_SHARE = {"cpu": 0.1, "cuda": 0.85}
 _WARM_UP_COLUMNS = 1024  # slots that a row attends to; more are met as they come
+_KERNELS_VARIABLE = "VLLM_SSD_KERNELS"
 
 
 class DraftModel:
@@ -74,8 +77,16 @@ class DraftModel:
         return num_slots
 
     def warm_up(self) -> None:
-        """Run a few forwards, so that the first real one finds libraries, caches and graphs ready."""
-        if self.device.type == "cuda" and isinstance(self._decoder, light_decoder.LightDecoder):
+        """Run a few forwards, so that the first real one finds libraries, caches and graphs ready.
+
+        On a GPU the forward is in graphs from here on, if that works, and unless the environment variable
+        `VLLM_SSD_KERNELS` is "off". Raises `ValueError` if it is anything but that or "auto".
+        """
+        wanted = os.environ.get(_KERNELS_VARIABLE, "auto")
+        if wanted not in ("auto", "off"):
+            raise ValueError(f"{_KERNELS_VARIABLE} is {wanted!r}; it must be auto or off.")
+        light = isinstance(self._decoder, light_decoder.LightDecoder)
+        if self.device.type == "cuda" and light and wanted == "auto":
             from vllm_ssd.draft import graph_forward  # needs Triton, which CPU builds of torch come without
 
             self._decoder = graph_forward.ready(self._decoder, self._pools, self.max_length, self._depth)
@@ -116,9 +127,8 @@ class DraftModel:
 
 def _dummy_batch(rows: int, columns: int, device: torch.device) -> FlatBatch:
     """So many tokens that write the first slots, and attend to slot 0."""
-    zeros = np.zeros(columns, dtype=np.int64)
-    slots = np.arange(rows)
-    group = Group([0] * rows, slots, slots, zeros, zeros, np.ones((rows, columns), dtype=bool))
+    slots, prefix = np.arange(rows), np.full(rows, columns)
+    group = Group([0] * rows, slots, slots, np.zeros(columns, np.int64), prefix, np.empty((rows, 0), np.int64))
     return flatten([group], device)
 
 
@@ -132,6 +142,8 @@ def _dtype(setting: str, device: torch.device) -> torch.dtype | str:
 
 def _free_memory(device: torch.device) -> int:
     if device.type == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()  # the weights were there twice, as they came and joined
         return torch.cuda.mem_get_info(device)[0]
     with open("/proc/meminfo") as file:
         fields = dict(line.split(":") for line in file)

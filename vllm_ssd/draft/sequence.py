@@ -164,18 +164,10 @@ class Sequence:
         Each tip attends to the trunk above it and to its own tail.
         """
         branches = self.wave
-        trunk = self.slots.view()
         tails = np.asarray([branch.slots for branch in branches], dtype=np.int64)  # [n, depth]
-        depth = tails.shape[1]
         above = len(self.tokens) + np.asarray([branch.offset for branch in branches])  # [n]
-        mask = np.zeros((len(branches), len(trunk) + tails.size), dtype=bool)
-        mask[:, : len(trunk)] = np.arange(len(trunk))[None, :] < above[:, None]
-        mask[:, len(trunk) :] = np.repeat(np.eye(len(branches), dtype=bool), depth, axis=1)
-        columns = np.concatenate([trunk, tails.reshape(-1)])
-        tail_positions = above[:, None] + np.arange(depth)[None, :]
-        column_positions = np.concatenate([np.arange(len(trunk)), tail_positions.reshape(-1)])
         tips = [branch.tokens[-1] for branch in branches]
-        return Group(tips, above + depth - 1, slots, columns, column_positions, mask)
+        return Group(tips, above + tails.shape[1] - 1, slots, self.slots.view().copy(), above, tails)
 
     def _pick(self, offset: int, token_id: int) -> Branch | None:
         return next((b for b in self.branches if b.offset == offset and b.tokens[0] == token_id), None)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from vllm_ssd.config import SaguaroConfig
-from vllm_ssd.draft.batch import Group, flatten
+from vllm_ssd.draft.batch import Group, causal_group, flatten
 from vllm_ssd.draft.model import DraftModel
 
 _CONTEXT = 128  # tokens that every new one attends to
@@ -76,8 +76,7 @@ def _repeats(model: DraftModel, load: int) -> list[float]:
 def _row(place: int) -> Group:
     """One token after the common context, in slot `_CONTEXT + place`."""
     columns = np.append(np.arange(_CONTEXT), _CONTEXT + place)
-    positions = np.arange(_CONTEXT + 1)
-    return Group([place % 8], positions[-1:], columns[-1:], columns, positions, np.ones((1, _CONTEXT + 1), dtype=bool))
+    return causal_group([place % 8], _CONTEXT, columns, columns[-1:])
 
 
 def _wait_for(device: torch.device) -> None:
