@@ -15,7 +15,7 @@ from vllm_ssd.kernels.launch import check_rows_apart, check_tensor, power_of_two
 _BLOCK = 1024  # columns of one program
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["m"])  # which changes from step to step
 def _dense_kernel(token_ids, probs, out, m, vocab_size, out_stride, BLOCK: tl.constexpr):
     """One block of columns of one row: every column looks for itself among the m entries."""
     row = tl.program_id(0).to(tl.int64)

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 _HIGHEST_CORE = 8191  # what Linux can be built for
@@ -158,15 +158,34 @@ def split_cores(device: DraftDevice, num_ranks: int) -> list[DraftDevice]:
     return [DraftDevice(device.name, device.cores[i * each : (i + 1) * each]) for i in range(num_ranks)]
 
 
-def choose_gpu(num_gpus: int, num_target_gpus: int) -> DraftDevice:
-    """The first GPU that the target leaves. Raises `ValueError` if there is none."""
-    if num_gpus <= num_target_gpus:
+def choose_gpus(num_gpus: int, targets: Collection[int], num_ranks: int) -> list[DraftDevice]:
+    """The first GPUs that the target leaves, one for each rank. Raises `ValueError` if there are too few.
+
+    `targets`: the indices of its own among the `num_gpus` that are visible.
+    """
+    free = [index for index in range(num_gpus) if index not in targets]
+    if len(free) < num_ranks:
         raise _refusal(
             "auto",
-            f"the target takes {num_target_gpus} of {num_gpus} visible GPUs and leaves none for the draft; "
-            "show vLLM one more GPU or set draft_device to one it may share",
+            f"the target takes {len(targets)} of {num_gpus} visible GPUs and leaves {len(free) or 'none'} for "
+            f"{num_ranks} draft{'s' * (num_ranks > 1)}; show vLLM one more GPU, or set draft_device to one that it is "
+            "to share, and draft_kv_cache_memory_bytes",
         )
-    return DraftDevice(f"cuda:{num_target_gpus}")
+    return [DraftDevice(f"cuda:{index}") for index in free[:num_ranks]]
+
+
+def check_shared_gpus(drafts: Iterable[DraftDevice], targets: Collection[int], memory_bytes: int | None) -> None:
+    """Raise `ValueError` if a draft on a GPU of the target would take what is free there, which the target needs.
+
+    `targets`: indices of its GPUs. `memory_bytes`: the size of the draft's KV cache; None: a share of what is free.
+    """
+    for draft in drafts:
+        if memory_bytes is None and draft.name in {f"cuda:{index}" for index in targets}:
+            raise ValueError(
+                "speculative_config['draft_kv_cache_memory_bytes'] is None, and the draft is to run on "
+                f"{draft.name!r}, a GPU of the target: name the size of its KV cache, say 2000000000, and leave "
+                "room for the draft in gpu_memory_utilization; or take another draft_device."
+            )
 
 
 def choose_cores(bind: str, own_affinity: Iterable[int]) -> DraftDevice:

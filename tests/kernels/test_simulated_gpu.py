@@ -29,6 +29,7 @@ from vllm_ssd.draft.pool_attention import PoolDecoder
 from vllm_ssd.draft.server import ServerSettings, _load
 from vllm_ssd.draft.shared_engine import SharedEngine
 from vllm_ssd.messages import Outcome, Push, Ready, decode_to_target
+from vllm_ssd.tree import TokenLaw
 
 from . import test_graph_engine, test_graph_round
 from .simulated_gpu import SimulatedGpu
@@ -311,6 +312,17 @@ def test_after_a_miss_the_engine_waits_for_its_first_step_alone(
     gpu.waits.clear()
     assert side.play(2, outcomes=[Outcome(0, 4, [3999], [], 0)])
     assert len(forked) == 1 and not gpu.waits
+
+
+@torch.inference_mode()
+def test_laws_at_the_target_wait_for_nothing(gpu: SimulatedGpu) -> None:
+    """The target waits for its forward before it has verified."""
+    drafter = pytest.importorskip("vllm_ssd.integration.drafter")
+    laws = [TokenLaw(np.array([3, 7]), np.array([0.25, 0.75], dtype=np.float32)), drafter._one_hot(5)]
+    gpu.waits.clear()
+    dense = drafter._dense(laws, 10, DEVICE)
+    assert not gpu.waits and gpu.launches == ["dense_rows"]
+    assert dense.tolist() == [[0, 0, 0, 0.25, 0, 0, 0, 0.75, 0, 0], [0, 0, 0, 0, 0, 1, 0, 0, 0, 0]]
 
 
 # ---- the simulation notices ----

@@ -1,11 +1,21 @@
 """Where the draft runs, on machines that are made up."""
 
+import types
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_ssd import devices
-from vllm_ssd.devices import DraftDevice, choose_cores, choose_gpu, parse_cores, read_draft_device, read_group
+from vllm_ssd.devices import (
+    DraftDevice,
+    check_shared_gpus,
+    choose_cores,
+    choose_gpus,
+    parse_cores,
+    read_draft_device,
+    read_group,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -111,14 +121,51 @@ def test_a_wrong_group_is_refused_by_key(settings: list[str], platform: str, num
 
 def test_the_first_gpu_after_the_targets_is_taken() -> None:
     """The draft lands on a GPU of the target, though one was free."""
-    assert choose_gpu(num_gpus=4, num_target_gpus=2) == DraftDevice("cuda:2")
+    assert choose_gpus(4, {0, 1}, 1) == [DraftDevice("cuda:2")]
+    assert choose_gpus(4, {1, 2}, 2) == [DraftDevice("cuda:0"), DraftDevice("cuda:3")]
 
 
 @pytest.mark.parametrize("num_gpus", (0, 1, 2))
 def test_no_gpu_left_is_refused(num_gpus: int) -> None:
     """The draft and the target share a GPU without the user knowing."""
-    with pytest.raises(ValueError, match="draft_device.*2 of"):
-        choose_gpu(num_gpus, num_target_gpus=2)
+    with pytest.raises(ValueError, match=f"draft_device.*2 of {num_gpus} .*leaves none for 1 draft;"):
+        choose_gpus(num_gpus, {0, 1}, 1)
+
+
+def test_too_few_gpus_are_refused() -> None:
+    """Drafts of two ranks meet on one GPU."""
+    with pytest.raises(ValueError, match="4 of 5 visible GPUs and leaves 1 for 2 drafts"):
+        choose_gpus(5, range(4), 2)
+
+
+def test_a_gpu_of_the_target_needs_a_size() -> None:
+    """The draft takes 85 % of what is free there while the target loads, which then has no memory."""
+    drafts = [DraftDevice("cuda:2"), DraftDevice("cuda:1")]
+    check_shared_gpus(drafts, {0}, None)
+    check_shared_gpus(drafts, {0, 1}, 1 << 30)
+    with pytest.raises(ValueError, match="draft_kv_cache_memory_bytes'\\] is None.* on 'cuda:1'"):
+        check_shared_gpus(drafts, {0, 1}, None)
+
+
+@pytest.mark.parametrize(
+    ("visible", "assigned", "taken"),
+    ((None, None, {0, 1, 2, 3}), (None, [2, 5], {2, 5}), ("4,5,6,7", [5, 7], {1, 3}), ("4,5,6,7", None, {0, 1, 2, 3})),
+)
+def test_gpus_that_vllm_was_given_are_the_targets(
+    visible: str | None, assigned: list[int] | None, taken: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With --device-ids the draft takes a GPU of the target, though one is free."""
+    from vllm.platforms import current_platform
+
+    from vllm_ssd.integration.start_checks import _target_gpus
+
+    monkeypatch.setattr(type(current_platform), "device_control_env_var", "GPUS_TO_SEE", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("GPUS_TO_SEE", visible)
+    parallel = types.SimpleNamespace(world_size=2, assigned_physical_gpu_ids=assigned)
+    assert _target_gpus(parallel, 2) == taken
+    del parallel.assigned_physical_gpu_ids  # as in vLLM 0.29
+    assert _target_gpus(parallel, 1) == {0, 1}
 
 
 @pytest.mark.parametrize(

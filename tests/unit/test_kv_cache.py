@@ -1,11 +1,15 @@
 """The pool of KV slots and the lists that hold them."""
 
+import random
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from vllm_ssd.draft.graph_trunks import TrunkTable
 from vllm_ssd.draft.kv_cache import SlotList, SlotPool
 
 
@@ -89,3 +93,36 @@ def test_taken_slots_stay_as_they_were() -> None:
     pool.give_back(first[:1])
     pool.take(1)
     assert first.tolist() == before
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_device_hears_of_every_slot_that_changed(seed: int) -> None:
+    """A row keeps slots that were cut, or those of a sequence that had it before."""
+    generator, pool, rows, columns = random.Random(seed), SlotPool(400), 4, 40
+    table, trunks = np.full(rows * columns, -1), TrunkTable(rows, columns)
+    ids = iter(range(1000))
+
+    def new(seq_id: int) -> SimpleNamespace:
+        return SimpleNamespace(seq_id=seq_id, slots=SlotList(pool))
+
+    sequences = [new(next(ids)) for _ in range(7)]  # more than rows: they come back after others had theirs
+    sent = held = 0
+    for _ in range(200):
+        for sequence in sequences:
+            if generator.random() < 0.5:
+                sequence.slots.cut(max(len(sequence.slots) - generator.randint(0, 3), 0))
+            sequence.slots.extend(pool.take(min(generator.randint(0, 4), columns - len(sequence.slots))))
+        if generator.random() < 0.2:
+            at = generator.randrange(7)
+            sequences[at].slots.cut(0)
+            # Its successor, or another of the same number.
+            sequences[at] = new(generator.choice((sequences[at].seq_id, next(ids))))
+        here = generator.sample(sequences, generator.randint(1, rows))
+        cells, slots = trunks.update(here)
+        table[cells] = slots
+        sent, held = sent + len(cells), held + sum(len(sequence.slots) for sequence in here)
+        assert len({trunks.place_of(sequence) for sequence in here}) == len(here)
+        for sequence in here:
+            begin = trunks.place_of(sequence) * columns
+            assert table[begin : begin + len(sequence.slots)].tolist() == sequence.slots.view().tolist()
+    assert sent < 0.7 * held

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 import zmq
 
 from vllm_ssd.addresses import check_address, drafts_keys, load_key, make_keys
@@ -118,6 +119,18 @@ def server(address: str) -> Iterator[Server]:
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link, "_FIRST_BACKOFF", 0.1)
     monkeypatch.setattr(link, "_HUNG_SECONDS", 1.5)
+
+
+def test_the_thread_that_serves_uses_the_device(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another one loaded the model (as in a Ray actor), and kernels are launched on the first GPU."""
+    told: list[tuple[str, int]] = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda name: told.append((name, threading.get_ident())))
+    server = Server(address, served=dataclasses.replace(SERVED, device="cuda:3"))
+    try:
+        assert connected(address).ready.device == "cuda:3"
+        assert told == [("cuda:3", server._thread.ident)]
+    finally:
+        server.close()
 
 
 def test_two_targets_get_trees_of_their_own(server: Server, address: str) -> None:

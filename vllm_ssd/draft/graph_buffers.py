@@ -122,6 +122,11 @@ class RowBuffers:
         """Send the slots of the first sequences: [sequences, longest] int32."""
         send(trunks, self.trunk_slots[: trunks.shape[0], : trunks.shape[1]])
 
+    def change_trunks(self, cells: np.ndarray, slots: np.ndarray) -> None:
+        """Send some slots: [n] int64 places in the flat table, [n] int32."""
+        device = self.trunk_slots.device
+        self.trunk_slots.view(-1).index_copy_(0, to_device(cells, device), to_device(slots, device))
+
     def clear(self) -> None:
         """Make all rows padding."""
         self._columns.zero_()

@@ -4,8 +4,8 @@ What a wave of branches draws in a step is read while the device is at work on t
 that no branch foresaw the branches are chosen on the device too, behind the glue: nothing is read back
 until the first step has drawn. Whatever does not fit a round on the device (waves that are not equally
 deep, more rows than the buffers hold) takes the engine's own step. A new outcome ends the round: what was
-built stays as it is, what is under way is not read. Tested on the CPU, where a round runs at once; no GPU
-was at hand.
+built stays as it is, what is under way is not read. Tested on the CPU, where a round runs at once, and on
+a simulated GPU.
 """
 
 import dataclasses
@@ -21,6 +21,7 @@ from vllm_ssd.draft.forecast import Part
 from vllm_ssd.draft.graph_planting import Planting, Step
 from vllm_ssd.draft.graph_round import GraphRound
 from vllm_ssd.draft.graph_rows import host_rows
+from vllm_ssd.draft.graph_trunks import TrunkTable
 from vllm_ssd.draft.sequence import Branch, Candidates, Sequence
 from vllm_ssd.messages import Round, pack_law
 
@@ -79,6 +80,7 @@ class GraphEngine(DraftEngine):
         """`graph_round`: over the pools of `model`. Else as for `DraftEngine`."""
         super().__init__(model, config, num_slots, seed, part=part)
         self._round = graph_round
+        self._trunks = TrunkTable(graph_round.shape.max_sequences, graph_round.shape.max_length)
         self._seeds = np.random.default_rng(seed)
         self._planted: _Planted | None = None
 
@@ -137,9 +139,9 @@ class GraphEngine(DraftEngine):
         waves = [_Wave(s, row, tail, s.wave) for s, row, tail in zip(sequences, first_rows, tails)]
         self._planted = _Planted(waves, steps, due, time.perf_counter())
         with torch.inference_mode():
-            self._round.set_trunks([sequence.slots.view() for sequence in sequences])
+            self._round.change_trunks(*self._trunks.update(sequences))
             self._round.plant(
-                [self._planting(place, wave) for place, wave in enumerate(waves)],
+                [self._planting(wave) for wave in waves],
                 [(branch.offset, branch.tokens[0]) for wave in waves for branch in wave.branches],
                 self._forecast.fan_out(),
             )
@@ -152,12 +154,12 @@ class GraphEngine(DraftEngine):
         within = rows <= shape.max_rows and len(sequences) <= shape.max_sequences
         return within and steps <= shape.depth and longest <= shape.max_length
 
-    def _planting(self, place: int, wave: _Wave) -> Planting:
+    def _planting(self, wave: _Wave) -> Planting:
         sequence = wave.sequence
         padded = np.zeros((len(wave.tail), self._round.shape.depth), dtype=np.int32)
         padded[:, : wave.tail.shape[1]] = wave.tail
         return Planting(
-            place=place,
+            place=self._trunks.place_of(sequence),
             length=len(sequence.tokens),
             tail_slots=padded,
             temperature=sequence.temperature,
@@ -268,8 +270,10 @@ class GraphEngine(DraftEngine):
             groups.append(causal_group(token_ids, known, sequence.slots.view(), mine))
             rows[sequence.seq_id] = begin + len(sequence.tokens) - 1 - known
             begin += len(token_ids)
-        self._round.set_trunks([sequence.slots.view() for sequence in (*glued, *others)])
-        self._round.glue(host_rows(groups, self._round.shape.depth))
+        self._round.change_trunks(*self._trunks.update([*glued, *others]))
+        places = np.asarray([self._trunks.place_of(sequence) for sequence in glued], dtype=np.int32)
+        found = host_rows(groups, self._round.shape.depth)
+        self._round.glue(dataclasses.replace(found, row_sequence=places[found.row_sequence]))
         return rows
 
     def _send_candidates(self, sequences: list[Sequence]) -> dict[int, int]:
@@ -289,7 +293,7 @@ class GraphEngine(DraftEngine):
     def _enqueue_fork(self, planted: _Planted, rows: dict[int, int]) -> None:
         sequences = [wave.sequence for wave in planted.waves]
         self._round.plant_most_probable(
-            [self._planting(place, wave) for place, wave in enumerate(planted.waves)],
+            [self._planting(wave) for wave in planted.waves],
             [rows[sequence.seq_id] for sequence in sequences],
             [sequence.trunk for sequence in sequences],
             [self._forecast.sharpness_of(sequence) for sequence in sequences],

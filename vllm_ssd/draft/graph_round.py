@@ -6,7 +6,7 @@ step. Nothing here reads a tensor back before its event has passed. A step is a 
 step it is in a counter on the device.
 
 On a CPU the same calls run at once (the tests compare their trees with the engine's, on real
-weights). Graphs, pinned memory and events have not been run, for lack of a GPU.
+weights, and on a simulated GPU too).
 
 Shapes: R rows (branches of all sequences), S sequences, D steps, W candidates of a row, P positions
 where a verification may stop (K + 1).
@@ -78,6 +78,10 @@ class GraphRound:
     def set_trunks(self, trunks: Sequence[np.ndarray]) -> None:
         """The slots of the sequences at places 0, 1, …, committed tokens and drafts in flight."""
         self._rows.fill_trunks(joined(trunks))
+
+    def change_trunks(self, cells: np.ndarray, slots: np.ndarray) -> None:
+        """What changed in the table of trunks, as `TrunkTable.update` says it."""
+        self._rows.change_trunks(cells, slots)
 
     def glue(self, rows: HostRows) -> None:
         """Compute the KV of tokens that have none, and the candidates after each of them.

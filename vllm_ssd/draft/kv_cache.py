@@ -49,6 +49,7 @@ class SlotList:
         self._pool = pool
         self._slots = np.empty(256, dtype=np.int64)
         self._length = 0
+        self._unchanged = 0
 
     def __len__(self) -> int:
         return self._length
@@ -56,6 +57,15 @@ class SlotList:
     def view(self) -> np.ndarray:
         """[length] int64, valid until the next change."""
         return self._slots[: self._length]
+
+    @property
+    def unchanged(self) -> int:
+        """How many slots from the first on are those of the last `mark`."""
+        return self._unchanged
+
+    def mark(self) -> None:
+        """From here on changes count."""
+        self._unchanged = self._length
 
     def extend(self, slots: np.ndarray) -> None:
         """Append slots that were taken from the pool."""
@@ -72,3 +82,4 @@ class SlotList:
         if length < self._length:
             self._pool.give_back(self._slots[length : self._length])
             self._length = length
+            self._unchanged = min(self._unchanged, length)

@@ -15,6 +15,7 @@ import torch
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.v1.spec_decode.ngram_proposer import NgramProposer
 
+from vllm_ssd.draft.batch import to_device
 from vllm_ssd.integration.drafts import make_draft
 from vllm_ssd.integration.request_options import wants_drafts
 from vllm_ssd.metrics import PeriodicLog, Totals
@@ -35,6 +36,7 @@ class SaguaroDrafter:
         spec = vllm_config.speculative_config
         self._config = spec.saguaro
         self._max_model_len = vllm_config.model_config.max_model_len
+        self._vocab_size = vllm_config.model_config.get_vocab_size()
         self._group = get_tp_group()
         self._offered: dict[str, Proposal] = {}
         self._scheduled: dict[str, list[int]] = {}
@@ -67,6 +69,8 @@ class SaguaroDrafter:
 
     def load_model(self, *_args: Any, **_kwargs: Any) -> None:
         """Wait for the draft; vLLM calls this after it loaded the target."""
+        if self._group.device.type == "cuda":
+            _dense([_one_hot(0)], self._vocab_size, self._group.device)  # the first compiles a kernel
         if self._proposer is not None:
             self._draft.wait_until_ready(self._config.draft_start_timeout)
 
@@ -204,8 +208,12 @@ class SaguaroDrafter:
             for i, token_id in enumerate(scheduled):
                 law = offer.laws[i] if known else None
                 sampled = sampled or law is not None
-                laws.append(law or TokenLaw(np.array([token_id]), np.ones(1, dtype=np.float32)))
+                laws.append(law or _one_hot(token_id))
         return _dense(laws, vocab_size, device) if sampled else None
+
+
+def _one_hot(token_id: int) -> TokenLaw:
+    return TokenLaw(np.array([token_id]), np.ones(1, dtype=np.float32))
 
 
 def _dense(laws: Sequence[TokenLaw], vocab_size: int, device) -> torch.Tensor:
@@ -215,7 +223,7 @@ def _dense(laws: Sequence[TokenLaw], vocab_size: int, device) -> torch.Tensor:
     for row, law in enumerate(laws):
         token_ids[row, : len(law.token_ids)] = law.token_ids
         probs[row, : len(law.probs)] = law.probs
-    ids, q = (torch.from_numpy(array).to(device, non_blocking=True) for array in (token_ids, probs))
+    ids, q = to_device(token_ids, device), to_device(probs, device)
     dense = torch.empty((len(laws), vocab_size), dtype=torch.float32, device=device)
     if dense.is_cuda:
         from vllm_ssd.kernels.sparse_q import dense_rows  # needs Triton, which CPU builds of torch come without

@@ -6,7 +6,7 @@ from typing import Any
 
 from vllm_ssd.addresses import targets_keys
 from vllm_ssd.config import SaguaroConfig
-from vllm_ssd.devices import choose_cores, choose_gpu, read_draft_devices, read_group, split_cores
+from vllm_ssd.devices import check_shared_gpus, choose_cores, choose_gpus, read_draft_devices, read_group, split_cores
 from vllm_ssd.integration.hooks import check_hooks
 
 
@@ -74,7 +74,9 @@ def _draft_device(config: SaguaroConfig, parallel: Any) -> str:
     num_gpus = 0 if platform == "cpu" else torch.cuda.device_count()
     if config.draft_devices is not None:
         _check_alone(config, parallel)
-        read_group(config.draft_devices, platform, num_gpus)
+        group = read_group(config.draft_devices, platform, num_gpus)
+        if platform != "cpu":
+            check_shared_gpus(group, _target_gpus(parallel, 1), config.draft_kv_cache_memory_bytes)
         return config.draft_device
     if parallel.use_ray and platform != "cpu":
         if config.draft_device != "auto":
@@ -95,9 +97,24 @@ def _draft_device(config: SaguaroConfig, parallel: Any) -> str:
                 "see which GPUs the others take; name this rank's, for example 'cuda:1', or share a draft "
                 "(draft_address)."
             )
-        taken = parallel.world_size * num_ranks
-        found = [choose_gpu(num_gpus, taken + rank) for rank in range(num_ranks)]
+        found = choose_gpus(num_gpus, _target_gpus(parallel, num_ranks), num_ranks)
+    if platform != "cpu":
+        check_shared_gpus(found, _target_gpus(parallel, num_ranks), config.draft_kv_cache_memory_bytes)
     return "|".join(map(str, found))
+
+
+def _target_gpus(parallel: Any, num_ranks: int) -> set[int]:
+    """Indices of the GPUs that the target takes, among those that are visible."""
+    physical = getattr(parallel, "assigned_physical_gpu_ids", None)  # of --device-ids
+    if physical is None:
+        return set(range(parallel.world_size * num_ranks))
+    from vllm.platforms import current_platform
+
+    visible = os.environ.get(current_platform.device_control_env_var)
+    if not visible:
+        return set(physical)
+    known = [current_platform.device_control_id_to_physical_device_id(each) for each in visible.split(",")]
+    return {known.index(each) for each in physical}
 
 
 def _check_alone(config: SaguaroConfig, parallel: Any) -> None:
