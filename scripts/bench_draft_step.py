@@ -64,8 +64,15 @@ def main() -> int:
                 times = step_times(model, branches, args, device)
                 rows.append({"draft": name, "branches": branches, "floor": floor, **times})
                 print(line(rows[-1]), flush=True)
+                write(args, bandwidth, rows)
             del model
-    setup = {
+    print(json.dumps(setup(device, bandwidth)))
+    return 0
+
+
+def setup(device: torch.device, bandwidth: float) -> dict:
+    """What the figures were measured with."""
+    return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
         "torch": torch.__version__,
         "triton": triton.__version__,
@@ -73,10 +80,12 @@ def main() -> int:
         "bandwidth_gb_s": bandwidth / 1e9,
         "command": " ".join(sys.argv),
     }
-    print(json.dumps(setup))
+
+
+def write(args: argparse.Namespace, bandwidth: float, rows: list[dict]) -> None:
+    """All results so far."""
     if args.json:
-        args.json.write_text(json.dumps({"setup": setup, "results": rows}, indent=1))
-    return 0
+        args.json.write_text(json.dumps({"setup": setup(args.device, bandwidth), "results": rows}, indent=1))
 
 
 def parse_args() -> argparse.Namespace:

@@ -29,7 +29,8 @@ from vllm_ssd.kernels.draw import Laws, draw
 from vllm_ssd.kernels.fork import fork
 from vllm_ssd.kernels.kv_write import kv_write
 from vllm_ssd.kernels.sparse_q import dense_rows, subtract_laws
-from vllm_ssd.kernels.tree_attention import Tree, Workspace, row_blocks, rows_per_block, tree_attention
+from vllm_ssd.kernels.tree_attention import tree_attention
+from vllm_ssd.kernels.tree_layout import Tree, Workspace, row_blocks, rows_per_block
 from vllm_ssd.kernels.tree_walk import Trees, tree_walk
 
 _FLUSH_BYTES = 256 << 20

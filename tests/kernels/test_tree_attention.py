@@ -8,7 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_ssd.kernels.tree_attention import Tree, Workspace, row_blocks, rows_per_block, tree_attention
+from vllm_ssd.kernels.tree_attention import tree_attention
+from vllm_ssd.kernels.tree_layout import Tree, Workspace, row_blocks, rows_per_block
 
 from .examples import few_examples
 

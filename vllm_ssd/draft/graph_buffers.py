@@ -18,7 +18,7 @@ from vllm_ssd.draft.batch import to_device
 from vllm_ssd.draft.graph_decoder import Rows
 from vllm_ssd.draft.graph_rows import HostRows
 from vllm_ssd.kernels.draw import Laws
-from vllm_ssd.kernels.tree_attention import Tree, Workspace, row_blocks, rows_per_block
+from vllm_ssd.kernels.tree_layout import Tree, Workspace, row_blocks, rows_per_block
 
 _PROGRAMS = 264  # that keep a GPU busy: two for each multiprocessor of an H100 or H200
 _MOST_SPLITS = 16

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from vllm_ssd.draft.light_decoder import LightDecoder
 from vllm_ssd.kernels.kv_write import kv_write
-from vllm_ssd.kernels.tree_attention import Tree, Workspace, tree_attention
+from vllm_ssd.kernels.tree_attention import tree_attention
+from vllm_ssd.kernels.tree_layout import Tree, Workspace
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,7 +18,7 @@ from vllm_ssd.draft.graph_decoder import GraphDecoder
 from vllm_ssd.draft.graph_rows import TRIAL_TOLERANCE, HostRows, host_rows, joined
 from vllm_ssd.draft.graph_runner import GraphRunner, bucket_of, buckets, check_device
 from vllm_ssd.draft.light_decoder import LightDecoder
-from vllm_ssd.kernels.tree_attention import rows_per_block
+from vllm_ssd.kernels.tree_layout import rows_per_block
 
 logger = logging.getLogger("vllm_ssd.draft")
 

@@ -28,7 +28,7 @@ from vllm_ssd.draft.graph_rows import HostRows, joined
 from vllm_ssd.draft.graph_runner import GraphRunner, bucket_of, buckets
 from vllm_ssd.kernels.draw import Laws, draw
 from vllm_ssd.kernels.fork import fork
-from vllm_ssd.kernels.tree_attention import rows_per_block
+from vllm_ssd.kernels.tree_layout import rows_per_block
 
 
 class GraphRound:
