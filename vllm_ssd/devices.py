@@ -117,7 +117,11 @@ def read_draft_devices(setting: str, platform: str, num_gpus: int, num_ranks: in
         raise _refusal(
             setting, f"the target has {num_ranks} data parallel ranks on this machine and needs {wanted}{hint}"
         )
-    return [read_draft_device(part, platform, num_gpus) or _no_auto_in_lists(setting) for part in parts]
+    found = [read_draft_device(part, platform, num_gpus) or _no_auto_in_lists(setting) for part in parts]
+    for device in found:
+        if not device.cores and found.count(device) > 1:
+            raise _refusal(setting, f"{str(device)!r} is named twice, and each draft needs a GPU of its own")
+    return found
 
 
 def read_group(settings: Sequence[str], platform: str, num_gpus: int) -> list[DraftDevice]:

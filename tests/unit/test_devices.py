@@ -148,13 +148,23 @@ def test_a_gpu_of_the_target_needs_a_size() -> None:
 
 
 @pytest.mark.parametrize(
-    ("visible", "assigned", "taken"),
-    ((None, None, {0, 1, 2, 3}), (None, [2, 5], {2, 5}), ("4,5,6,7", [5, 7], {1, 3}), ("4,5,6,7", None, {0, 1, 2, 3})),
+    ("facts", "num_ranks", "visible", "taken"),
+    (
+        ({}, 2, None, {0, 1, 2, 3}),
+        ({"local_world_size": 1}, 1, None, {0}),  # of two machines
+        ({"assigned_physical_gpu_ids": [2, 5]}, 1, None, {2, 5}),
+        ({"assigned_physical_gpu_ids": [5, 7]}, 1, "4,5,6,7", {1, 3}),
+        ({"assigned_physical_gpu_ids": [5, 7, 4]}, 1, "4,5,6,7", {1, 3}),  # the third is not used
+        ({"assigned_physical_gpu_ids": [5, 9]}, 1, "4,5,6,7", {1}),  # which vLLM refuses
+        ({"assigned_physical_gpu_ids": [4, 5, 6, 7]}, 2, "4,5,6,7", {0, 1, 2, 3}),
+        ({"data_parallel_size": 4, "data_parallel_index": 1}, 1, None, {2, 3}),
+        ({"data_parallel_size": 4, "data_parallel_index": 3, "data_parallel_rank_local": 1}, 1, None, {2, 3}),
+    ),
 )
-def test_gpus_that_vllm_was_given_are_the_targets(
-    visible: str | None, assigned: list[int] | None, taken: set[int], monkeypatch: pytest.MonkeyPatch
+def test_gpus_of_the_target(
+    facts: dict, num_ranks: int, visible: str | None, taken: set[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With --device-ids the draft takes a GPU of the target, though one is free."""
+    """The draft takes a GPU of the target though one is free, or is refused one that is."""
     from vllm.platforms import current_platform
 
     from vllm_ssd.integration.start_checks import _target_gpus
@@ -162,10 +172,8 @@ def test_gpus_that_vllm_was_given_are_the_targets(
     monkeypatch.setattr(type(current_platform), "device_control_env_var", "GPUS_TO_SEE", raising=False)
     if visible is not None:
         monkeypatch.setenv("GPUS_TO_SEE", visible)
-    parallel = types.SimpleNamespace(world_size=2, assigned_physical_gpu_ids=assigned)
-    assert _target_gpus(parallel, 2) == taken
-    del parallel.assigned_physical_gpu_ids  # as in vLLM 0.29
-    assert _target_gpus(parallel, 1) == {0, 1}
+    alone = {"data_parallel_size": num_ranks, "data_parallel_index": 0, "data_parallel_rank_local": None}
+    assert _target_gpus(types.SimpleNamespace(**{"world_size": 2, **alone, **facts}), num_ranks) == taken
 
 
 @pytest.mark.parametrize(

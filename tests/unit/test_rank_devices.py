@@ -27,12 +27,13 @@ def test_each_rank_has_a_device() -> None:
         ("cpu:1|cpu:2", 1, "1 data parallel ranks.*needs one device"),
         ("cpu:1|cpu:9", 2, "no core 9"),
         ("cpu:1|auto", 2, "'auto' stands alone"),
+        ("cuda:1|cuda:1", 2, "'cuda:1' is named twice"),
     ),
 )
 def test_refusals(setting: str, num_ranks: int, words: str) -> None:
     """Two drafts land on one device without a word."""
     with pytest.raises(ValueError, match=f"draft_device.*{words}"):
-        read_draft_devices(setting, "cpu", 0, num_ranks)
+        read_draft_devices(setting, setting.partition(":")[0], 4, num_ranks)
 
 
 def test_cores_are_split() -> None:

@@ -16,7 +16,7 @@ from vllm_ssd.config import SaguaroConfig
 from vllm_ssd.draft.batch import causal_group, flatten
 from vllm_ssd.draft.engine import DraftEngine
 from vllm_ssd.draft.forecast import Part, candidates_wanted
-from vllm_ssd.draft.graph_rows import TRIAL_TOKENS, TRIAL_TOLERANCE
+from vllm_ssd.draft.graph_rows import TRIAL_TOKENS, TRIAL_TOLERANCE, aligned
 from vllm_ssd.draft.graph_runner import check_device
 from vllm_ssd.draft.model import DraftModel
 
@@ -92,7 +92,7 @@ def make_round(
     shape = Shape(
         max_rows=min(max_sequences * config.most_branches, _MAX_ROWS),
         max_sequences=max_sequences,
-        max_length=max_length + depth,
+        max_length=aligned(max_length + depth),
         depth=depth,
         width=min(max(candidates, config.draft_top_m), vocab_size),
         num_heads=decoder.num_heads,

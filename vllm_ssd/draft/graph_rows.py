@@ -55,6 +55,11 @@ def host_rows(groups: Sequence[Group], depth: int) -> HostRows:
     )
 
 
+def aligned(size: int) -> int:
+    """The least multiple of 16 that holds `size`: Triton compiles a kernel for these, and others for what is none."""
+    return -(-size // 16) * 16
+
+
 def joined(trunks: Sequence[np.ndarray]) -> np.ndarray:
     """[groups, longest] int32, padded with slot 0."""
     table = np.zeros((len(trunks), max(map(len, trunks))), dtype=np.int32)

@@ -168,7 +168,8 @@ def _head_norm(attention: nn.Module, num_heads: int, num_kv_heads: int) -> _RmsN
 
 def _join(linears: Sequence[nn.Linear]) -> Projection:
     """One projection whose output is the concatenation of those of `linears`."""
-    weight = torch.cat([linear.weight.detach() for linear in linears])
+    weights = [linear.weight.detach() for linear in linears]
+    weight = weights[0] if len(weights) == 1 else torch.cat(weights)
     biases = [linear.bias for linear in linears]
     if all(bias is None for bias in biases):
         return _projection(weight, None)

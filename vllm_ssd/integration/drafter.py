@@ -70,7 +70,7 @@ class SaguaroDrafter:
     def load_model(self, *_args: Any, **_kwargs: Any) -> None:
         """Wait for the draft; vLLM calls this after it loaded the target."""
         if self._group.device.type == "cuda":
-            _dense([_one_hot(0)], self._vocab_size, self._group.device)  # the first compiles a kernel
+            _dense([_one_hot(0)], self._vocab_size, self._group.device)  # the first call compiles a kernel
         if self._proposer is not None:
             self._draft.wait_until_ready(self._config.draft_start_timeout)
 

@@ -94,7 +94,7 @@ def _draft_device(config: SaguaroConfig, parallel: Any) -> str:
         if parallel.data_parallel_size > num_ranks == 1:
             raise ValueError(
                 "speculative_config['draft_device'] is 'auto': data parallel ranks that are started one by one do not "
-                "see which GPUs the others take; name this rank's, for example 'cuda:1', or share a draft "
+                "see which GPUs the others take; name one that no rank takes, for example 'cuda:7', or share a draft "
                 "(draft_address)."
             )
         found = choose_gpus(num_gpus, _target_gpus(parallel, num_ranks), num_ranks)
@@ -104,17 +104,23 @@ def _draft_device(config: SaguaroConfig, parallel: Any) -> str:
 
 
 def _target_gpus(parallel: Any, num_ranks: int) -> set[int]:
-    """Indices of the GPUs that the target takes, among those that are visible."""
-    physical = getattr(parallel, "assigned_physical_gpu_ids", None)  # of --device-ids
-    if physical is None:
-        return set(range(parallel.world_size * num_ranks))
+    """Indices of the GPUs that the target takes on this machine, among those that are visible."""
     from vllm.platforms import current_platform
 
+    size = getattr(parallel, "local_world_size", parallel.world_size)
+    first = 0
+    if parallel.data_parallel_size > num_ranks == 1:  # a rank that was started by itself: as vLLM's worker counts them
+        rank = parallel.data_parallel_rank_local
+        first = size * (parallel.data_parallel_index if rank is None else rank)
+    physical = getattr(parallel, "assigned_physical_gpu_ids", None)  # of --device-ids
+    if physical is None:
+        return set(range(first, first + size * num_ranks))
     visible = os.environ.get(current_platform.device_control_env_var)
-    if not visible:
-        return set(physical)
-    known = [current_platform.device_control_id_to_physical_device_id(each) for each in visible.split(",")]
-    return {known.index(each) for each in physical}
+    known = list(range(max(physical) + 1))
+    if visible:
+        known = [current_platform.device_control_id_to_physical_device_id(each) for each in visible.split(",")]
+    # What is listed beyond these is not used; what is not visible vLLM refuses.
+    return {known.index(each) for each in physical[first : first + size * num_ranks] if each in known}
 
 
 def _check_alone(config: SaguaroConfig, parallel: Any) -> None:

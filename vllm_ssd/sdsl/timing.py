@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from vllm_ssd.config import SaguaroConfig
+from vllm_ssd.devices import use_device
 from vllm_ssd.draft.batch import Group, causal_group, flatten
 from vllm_ssd.draft.model import DraftModel
 
@@ -48,8 +49,11 @@ def measure(
     loads = sorted(set(loads))
     config = SaguaroConfig(model=name, num_speculative_tokens=1, draft_dtype=dtype, trust_remote_code=trust_remote_code)
     try:
+        use_device(str(device))
         model = DraftModel(config, device, vocab_size=1 << 30)
         model.allocate_kv_cache(None, most_useful=_CONTEXT + loads[-1])
+        if device.type == "cuda":
+            model.warm_up()  # a draft's forward is in graphs there
         taken = [_repeats(model, load) for load in loads]
     except (NotImplementedError, AttributeError, RuntimeError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
