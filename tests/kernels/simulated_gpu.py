@@ -1,17 +1,17 @@
 """A CUDA device on a CPU: what the draft does with one runs as it stands, and what is asynchronous is late.
 
-Tensors of the device hold their numbers in tensors of the CPU. Operations run at once; copies that nobody waits
-for come to the host when their event has passed and not before, and lock the pinned memory that they read from.
-A captured graph is the list of its operations with the very tensors they had: the capture changes nothing, a
-replay runs no Python of the function, and its own memory holds nothing afterwards, for other graphs share it. A
-Triton kernel is one operation, computed by its twin, and needs the thread's current device to be its own.
+Tensors of the device hold their numbers in tensors of the CPU, garbage at first. Operations run at once; copies that
+nobody waits for come to the host when their event has passed and not before, and the pinned memory that they read
+from must be the same then. A captured graph is the list of its operations with the very tensors they had: the capture
+changes nothing, a replay runs no Python of the function, and its own memory holds garbage afterwards, for other
+graphs share it. A wrapper of a kernel runs as it stands; a launch needs the thread's current device to be the
+tensors', and the numbers are those of the twin.
 
 What the host waits for is in `SimulatedGpu.waits`. What a GPU refuses raises `GpuError`. No time is simulated.
 """
 
 import contextlib
 import functools
-import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,19 +19,30 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from .simulated_graph import Graph
-from .simulated_tensor import DEVICE, GARBAGE, GpuError, GpuTensor, address_of, map_tensors, on_cpu, tensors_of
+from vllm_ssd.draft import graph_decoder, graph_round
+from vllm_ssd.kernels import sparse_q
 
-_TWINS = {
-    "draw": ("draw_torch",),
-    "fork": ("fork_torch",),
-    "kv_write": ("kv_write_torch",),
-    "sparse_q": ("dense_rows_torch", "subtract_laws_torch"),
-    "tree_attention": ("tree_attention_torch",),
-    "tree_walk": ("tree_walk_torch",),
-}
+from .simulated_graph import Graph
+from .simulated_tensor import (
+    DEVICE,
+    GARBAGE,
+    GpuError,
+    GpuTensor,
+    address_of,
+    map_tensors,
+    memory_of,
+    on_cpu,
+    tensors_of,
+)
+
+_CALLERS = (
+    (graph_decoder, ("kv_write", "tree_attention")),
+    (graph_round, ("draw", "fork")),
+    (sparse_q, ("dense_rows",)),
+)
 _READS = {"_local_scalar_dense", "nonzero", "masked_select", "masked_scatter_", "equal", "is_nonzero", "unique_dim"}
-_READS |= {"_unique2", "unique_consecutive", "repeat_interleave", "item"}
+_READS |= {"_unique2", "unique_consecutive", "repeat_interleave", "item", "bincount"}
+_MOST_PROGRAMS = (2**31 - 1, 65_535, 65_535)
 
 
 class Event:
@@ -63,17 +74,17 @@ class SimulatedGpu(TorchDispatchMode):
     def __init__(self, free_bytes: int = 1 << 30) -> None:
         super().__init__()
         self.free_bytes = free_bytes
+        self.cached_bytes = free_bytes // 2  # of them, that PyTorch keeps
         self.current_device = 0
         self.current_stream: object = "default"
         self.waits: list[str] = []  # what the host waited for
         self.launches: list[str] = []  # kernels, replays aside
         self.faulty: str | None = None  # a kernel that breaks the device
-        self._lost = False
+        self.lost = False
         self.replays = 0
-        self._compiled: set[tuple] = set()
+        self.compiled: set[tuple] = set()  # kernels, by what Triton compiles anew for
         self._capture: Graph | None = None
         self._pinned: dict[int, torch.Tensor] = {}  # by address; kept, lest another tensor take its place
-        self._locked: dict[int, int] = {}  # storages that copies read from, by the last of them
         self._late: list[Callable[[], None]] = []  # copies in their order
         self.num_done = 0  # of them
 
@@ -82,9 +93,9 @@ class SimulatedGpu(TorchDispatchMode):
         for name, stand_in in {
             "_lazy_init": lambda: None,
             "set_device": self._set_device,
-            "mem_get_info": lambda _device=None: (self.free_bytes, 2 * self.free_bytes),
+            "mem_get_info": self._memory,
             "synchronize": lambda _device=None: self._wait("synchronize"),
-            "empty_cache": lambda: None,
+            "empty_cache": lambda: setattr(self, "cached_bytes", 0),
             "current_stream": lambda _device=None: self.current_stream,
             "set_stream": lambda stream: setattr(self, "current_stream", stream),
             "Event": type("Event", (Event,), {"gpu": self}),
@@ -93,11 +104,21 @@ class SimulatedGpu(TorchDispatchMode):
             "graph_pool_handle": object,
         }.items():
             monkeypatch.setattr(torch.cuda, name, stand_in)
-        for name, twins in _TWINS.items():
-            module = importlib.import_module(f"vllm_ssd.kernels.{name}")
-            monkeypatch.setattr(module, "runs_kernel", functools.partial(_runs_kernel, module.runs_kernel))
-            for twin in twins:
-                monkeypatch.setattr(module, twin, self._launched(getattr(module, twin)))
+        for module, names in _CALLERS:
+            for name in names:
+                wrapper = getattr(module, name)
+                monkeypatch.setattr(module, name, self._computed(wrapper))
+                parts = [part.__globals__ for part in (wrapper, wrapper.__globals__.get("best_keys", wrapper))]
+                for known in {id(part): part for part in parts}.values():
+                    self._replace_kernels(known, monkeypatch)
+
+    def _replace_kernels(self, known: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+        """Those of a module that were not replaced before."""
+        for name, found in list(known.items()):
+            if name == "runs_kernel" and not isinstance(found, functools.partial):
+                monkeypatch.setitem(known, name, functools.partial(_runs_kernel, found))
+            elif name.endswith("_kernel") and name != "runs_kernel" and not isinstance(found, Launcher):
+                monkeypatch.setitem(known, name, Launcher(self, name, found))
 
     # ---- operations ----
 
@@ -110,6 +131,8 @@ class SimulatedGpu(TorchDispatchMode):
         device = given.get("device")
         if name == "copy_" and on_device:
             return self._copy(args[0], args[1], given.get("non_blocking", False))
+        if _is_cuda(device) and torch.device(device) != DEVICE:
+            raise GpuError(f"{name} makes a tensor on {device}, not on {DEVICE}")
         if name == "_pin_memory" or name == "pin_memory":
             return self._pin(args[0])
         if name in ("to", "_to_copy") and (on_device or _is_cuda(device)):
@@ -121,7 +144,11 @@ class SimulatedGpu(TorchDispatchMode):
         if name in _READS or name.startswith("index") and _by_mask(args):
             self._wait(name)
         kwargs = {key: value for key, value in kwargs.items() if key not in ("device", "pin_memory")}
-        return self._run(func, args, kwargs)
+        found = self._run(func, args, kwargs)
+        if name.startswith(("empty", "new_empty")):
+            with _disable_current_modes():
+                memory_of(found.on_cpu).fill_(GARBAGE)
+        return found
 
     def _run(self, function: Callable, args: tuple, kwargs: dict) -> Any:
         """An operation of the device."""
@@ -132,9 +159,6 @@ class SimulatedGpu(TorchDispatchMode):
 
     def _on_the_host(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         pinned = kwargs.pop("pin_memory", False)
-        for argument, value in zip(func._schema.arguments, args):
-            if argument.is_write and isinstance(value, torch.Tensor):
-                self._check_unlocked(value)
         found = func(*args, **kwargs)
         if pinned:
             self._pinned[address_of(found)] = found
@@ -171,7 +195,6 @@ class SimulatedGpu(TorchDispatchMode):
             self._send(source, non_blocking and target.is_contiguous() and target.dtype == source.dtype)
             target.on_cpu.copy_(source)
             return target
-        self._check_unlocked(target)
         if non_blocking and _is_dense(target, source) and address_of(target) in self._pinned:
             now = source.on_cpu.clone()
             target.view(torch.uint8).fill_(GARBAGE) if target.dim() else target.zero_()  # it may come at any time
@@ -183,36 +206,43 @@ class SimulatedGpu(TorchDispatchMode):
 
     def _send(self, source: torch.Tensor, non_blocking: bool) -> None:
         """A copy to the device begins."""
-        whole = address_of(source)
-        if non_blocking and source.is_contiguous() and whole in self._pinned:
-            self._late.append(lambda: None)
-            self._locked[whole] = self.num_late
+        if non_blocking and source.is_contiguous() and address_of(source) in self._pinned:
+            now = source.clone()
+            self._late.append(lambda: _check_same(source, now))
         elif source.dim() and source.numel():
             self._wait("a copy to the device")
 
-    def _launched(self, twin: Callable) -> Callable:
-        """A kernel whose numbers are the twin's."""
+    # ---- kernels ----
 
-        def launch(*args: Any, **kwargs: Any) -> Any:
+    def _computed(self, wrapper: Callable) -> Callable:
+        """A wrapper that launches its kernels, and gets its numbers from the twin."""
+
+        def numbers(*args: Any, **kwargs: Any) -> Any:
+            if wrapper.__name__ == "tree_attention":
+                check_layout(args[2], args[4])
+            return wrapper(*args, **{**kwargs, "backend": "torch"})
+
+        def call(*args: Any, **kwargs: Any) -> Any:
             if not any(isinstance(tensor, GpuTensor) for tensor in tensors_of((args, kwargs))):
-                return twin(*args, **kwargs)
-            name = twin.__name__.removesuffix("_torch")
-            self._check_current(name)
-            compiled = name, *((tensor.shape, tensor.dtype) for tensor in tensors_of((args, kwargs)))
-            if compiled not in self._compiled:
-                self.refuse_in_capture(f"the compilation of {name}")
-                self._compiled.add(compiled)
-            self.launches.append(name)
-            self._lost = self._lost or name == self.faulty
-            return self._run(_within_blocks if name == "tree_attention" else twin, args, kwargs)
+                return wrapper(*args, **kwargs)
+            wrapper(*args, **kwargs)  # its checks, its own memory and its launches
+            return self._run(numbers, args, kwargs)
 
-        def _within_blocks(queries: torch.Tensor, pool: torch.Tensor, tree: Any, *args: Any) -> torch.Tensor:
-            """The twin looks at rows alone; the kernel does no more rows of a block than it was compiled for."""
-            most = int(tree.blocks[:, 1].max())
-            assert most <= tree.per_block, f"a block of {most} rows in a launch for {tree.per_block}"
-            return twin(queries, pool, tree, *args)
+        return call
 
-        return launch
+    def launch(self, name: str, grid: tuple[int, ...], args: tuple, options: dict[str, Any]) -> None:
+        """A kernel, which does nothing. Raises `GpuError` where a GPU would not take it."""
+        self._check_current(name)
+        if any(not isinstance(tensor, GpuTensor) for tensor in tensors_of(args)):
+            raise GpuError(f"{name} gets memory of the host")
+        if any(not 1 <= size <= most for size, most in zip(grid, _MOST_PROGRAMS)):
+            raise GpuError(f"{name} has a grid of {grid}")
+        compiled = (name, *map(_specialised, args), *sorted(options.items()))
+        if compiled not in self.compiled:
+            self.refuse_in_capture(f"the compilation of {name}")
+            self.compiled.add(compiled)
+        self.launches.append(name.strip("_").removesuffix("_kernel"))
+        self.lost = self.lost or self.launches[-1] == self.faulty
 
     # ---- what is late, and who waits ----
 
@@ -230,21 +260,23 @@ class SimulatedGpu(TorchDispatchMode):
 
     def _wait(self, what: str) -> None:
         self.refuse_in_capture(what)
-        if self._lost:
+        if self.lost:
             raise GpuError("an illegal memory access was encountered")
         self.waits.append(what)
         self.finish(self.num_late)
-
-    def _check_unlocked(self, target: torch.Tensor) -> None:
-        if self._locked.get(address_of(target), 0) > self.num_done:
-            raise GpuError("pinned memory is written while a copy to the device may still read it")
 
     def refuse_in_capture(self, what: str) -> None:
         """Raise `GpuError` while a graph is captured."""
         if self._capture is not None:
             raise GpuError(f"{what} is not permitted while a graph is captured")
 
-    # ---- the current device, and graphs ----
+    # ---- the current device, its memory, and graphs ----
+
+    def _memory(self, device: torch.device | int | None = None) -> tuple[int, int]:
+        index = device.index if isinstance(device, torch.device) else device
+        if index != DEVICE.index:
+            return 1 << 12, 2 * self.free_bytes
+        return self.free_bytes - self.cached_bytes, 2 * self.free_bytes
 
     def _set_device(self, device: torch.device | str | int) -> None:
         self.current_device = device if isinstance(device, int) else torch.device(device).index
@@ -271,8 +303,49 @@ class SimulatedGpu(TorchDispatchMode):
         self.current_stream = stream  # PyTorch leaves it where the capture fails
 
 
+class Launcher:
+    """Stands for a kernel; on tensors of the CPU it is the kernel."""
+
+    def __init__(self, gpu: SimulatedGpu, name: str, kernel: Any) -> None:
+        self._gpu, self._name, self._kernel = gpu, name, kernel
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable:
+        def launch(*args: Any, **options: Any) -> None:
+            if any(isinstance(arg, GpuTensor) for arg in args):
+                self._gpu.launch(self._name, grid, args, options)
+            else:
+                self._kernel[grid](*args, **options)
+
+        return launch
+
+
+def check_layout(tree: Any, workspace: Any) -> None:
+    """What the twin does not look at: blocks of rows, and where splits leave their parts."""
+    seen: list[int] = []
+    for first, count in tree.blocks.tolist():
+        rows = list(range(first, first + count))
+        assert count <= tree.per_block, f"a block of {count} rows in a launch for {tree.per_block}"
+        assert len(set(tree.row_sequence[rows].tolist())) <= 1, "a block of several sequences"
+        seen += rows
+    assert len(set(seen)) == len(seen), "a row in two blocks"
+    assert set(tree.trunk_lengths.nonzero()[:, 0].tolist()) <= set(seen), "a row with a trunk in no block"
+    assert address_of(workspace.mixed) != address_of(workspace.sums), "the parts of splits meet"
+
+
 def _runs_kernel(ask: Callable, backend: str | None, tensor: torch.Tensor) -> bool:
-    return not isinstance(tensor, GpuTensor) and ask(backend, tensor)
+    return isinstance(tensor, GpuTensor) or ask(backend, tensor)
+
+
+def _specialised(argument: Any) -> Any:
+    """What of an argument Triton compiles a kernel for."""
+    if isinstance(argument, GpuTensor):
+        return argument.dtype, argument.on_cpu.data_ptr() % 16 == 0
+    return (argument == 1, argument % 16 == 0) if type(argument) is int else type(argument)
+
+
+def _check_same(pinned: torch.Tensor, before: torch.Tensor) -> None:
+    if not torch.equal(pinned, before):
+        raise GpuError("pinned memory was written while a copy to the device could still read it")
 
 
 def _is_cuda(device: Any) -> bool:

@@ -184,6 +184,51 @@ def test_steps_of_a_branch_draw_independently(model: DraftModel) -> None:
     assert (ranks != ranks[0]).any(axis=0).sum() > 15
 
 
+def arrays(steps) -> list[np.ndarray]:
+    return [np.copy(field) for step in steps for field in vars(step).values() if isinstance(field, np.ndarray)]
+
+
+def test_what_came_stays(model: DraftModel) -> None:
+    """A later round changes what an earlier one brought, and the engine kept."""
+    graph_round, plan = make(model), PROMPTS[:1]
+    with torch.inference_mode():
+        first_rows, left = feed(graph_round, plan)
+        graph_round.plant_most_probable(planted(plan, left), first_rows, [plan[0][1]], [1.0], [None], 1.0, [2])
+        graph_round.grow(DEPTH)
+        steps, glued = graph_round.finished(at_least=DEPTH), graph_round.glued()
+        before = arrays(steps), [np.copy(field) for field in glued]
+        first_rows, left = feed(graph_round, PROMPTS[1:2])
+        graph_round.plant_most_probable(planted(PROMPTS[1:2], left), first_rows, [[7, 8]], [1.0], [None], 1.0, [2])
+        graph_round.grow(DEPTH)
+        graph_round.finished(at_least=DEPTH)
+    assert all(np.array_equal(mine, old) for mine, old in zip(arrays(steps), before[0], strict=True))
+    assert all(np.array_equal(mine, old) for mine, old in zip(glued, before[1], strict=True))
+
+
+@pytest.mark.parametrize("by_host", (True, False), ids=("chosen by the host", "by the device"))
+def test_rows_of_an_earlier_round_are_over(model: DraftModel, by_host: bool) -> None:
+    """They live on as padding of the same bucket, and write to slots that others have now."""
+    graph_round, plan = make(model), PROMPTS[:1]
+    with torch.inference_mode():
+        first_rows, left = feed(graph_round, plan)
+        larger = planted(plan, left, 12)
+        graph_round.plant(larger, [(3, 11 + row) for row in range(12)], [1])
+        graph_round.grow(DEPTH)
+        smaller = planted(plan, left, 10)
+        for pool in model._pools:
+            pool[:, larger[0].tail_slots.reshape(-1).tolist()] = 0.0
+        if by_host:
+            graph_round.plant(smaller, [(3, 11)] * 10, [1])
+        else:
+            graph_round.plant_most_probable(smaller, first_rows, [plan[0][1]], [1.0], [None], 1.0, [1])
+        graph_round.grow(DEPTH)
+    mine = smaller[0].tail_slots.reshape(-1).tolist()
+    others = sorted(set(larger[0].tail_slots.reshape(-1).tolist()) - set(mine))
+    assert len(others) == 2 * DEPTH
+    for pool in model._pools:
+        assert pool[:, mine].any() and not pool[:, others].any()
+
+
 def test_more_steps_than_the_tree_is_deep_are_refused(model: DraftModel) -> None:
     """Tails run into the slots of others."""
     graph_round = make(model)
