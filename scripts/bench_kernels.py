@@ -25,6 +25,7 @@ import triton
 from benchmark import arguments
 
 from vllm_ssd.devices import use_device
+from vllm_ssd.draft.graph_buffers import trunk_splits
 from vllm_ssd.kernels.draw import Laws, draw
 from vllm_ssd.kernels.fork import fork
 from vllm_ssd.kernels.kv_write import kv_write
@@ -37,7 +38,7 @@ _FLUSH_BYTES = 256 << 20
 _HEAD_START = 2_000_000  # cycles that the GPU idles before a call, so that its launches are not timed
 _TAIL = 8
 _TOP_M = 64
-_PROGRAMS = 264  # two a multiprocessor of an H100 or H200
+_MAX_ROWS = 2048  # of a round
 
 
 @dataclass(frozen=True)
@@ -201,7 +202,7 @@ def attention_case(
     rows = sequences * branches
     num_slots = sequences * context + rows * _TAIL
     slots = torch.randperm(num_slots, device=device).to(torch.int32)
-    per_block = rows_per_block(heads // groups, branches)
+    per_block = rows_per_block(heads // groups, _MAX_ROWS) if branches > 1 else 1
     row_sequence = np.repeat(np.arange(sequences, dtype=np.int32), branches)
     blocks = torch.from_numpy(row_blocks(row_sequence, per_block)).to(device)
     integers = {"dtype": torch.int32, "device": device}
@@ -217,7 +218,7 @@ def attention_case(
     dtype = torch.bfloat16
     queries = torch.randn(rows, heads, size, device=device, dtype=dtype)
     pool = torch.randn(2 * groups, num_slots, size, device=device, dtype=dtype)
-    splits = min(max(1, _PROGRAMS // (len(blocks) * groups)), 16)
+    splits = trunk_splits(rows, heads, groups)
     workspace = Workspace.empty(rows, heads, splits, size, device)
     moved = num_slots * 2 * groups * size * 2 + 2 * queries.nbytes  # each trunk once
     return Case(

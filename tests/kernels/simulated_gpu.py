@@ -11,7 +11,6 @@ What the host waits for is in `SimulatedGpu.waits`. What a GPU refuses raises `G
 """
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,10 +18,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from vllm_ssd.draft import graph_decoder, graph_round
-from vllm_ssd.kernels import sparse_q
-
 from .simulated_graph import Graph
+from .simulated_kernels import install_kernels
 from .simulated_tensor import (
     DEVICE,
     GARBAGE,
@@ -35,14 +32,8 @@ from .simulated_tensor import (
     tensors_of,
 )
 
-_CALLERS = (
-    (graph_decoder, ("kv_write", "tree_attention")),
-    (graph_round, ("draw", "fork")),
-    (sparse_q, ("dense_rows",)),
-)
 _READS = {"_local_scalar_dense", "nonzero", "masked_select", "masked_scatter_", "equal", "is_nonzero", "unique_dim"}
 _READS |= {"_unique2", "unique_consecutive", "repeat_interleave", "item", "bincount"}
-_MOST_PROGRAMS = (2**31 - 1, 65_535, 65_535)
 
 
 class Event:
@@ -104,21 +95,7 @@ class SimulatedGpu(TorchDispatchMode):
             "graph_pool_handle": object,
         }.items():
             monkeypatch.setattr(torch.cuda, name, stand_in)
-        for module, names in _CALLERS:
-            for name in names:
-                wrapper = getattr(module, name)
-                monkeypatch.setattr(module, name, self._computed(wrapper))
-                parts = [part.__globals__ for part in (wrapper, wrapper.__globals__.get("best_keys", wrapper))]
-                for known in {id(part): part for part in parts}.values():
-                    self._replace_kernels(known, monkeypatch)
-
-    def _replace_kernels(self, known: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-        """Those of a module that were not replaced before."""
-        for name, found in list(known.items()):
-            if name == "runs_kernel" and not isinstance(found, functools.partial):
-                monkeypatch.setitem(known, name, functools.partial(_runs_kernel, found))
-            elif name.endswith("_kernel") and name != "runs_kernel" and not isinstance(found, Launcher):
-                monkeypatch.setitem(known, name, Launcher(self, name, found))
+        install_kernels(self, monkeypatch)
 
     # ---- operations ----
 
@@ -133,7 +110,7 @@ class SimulatedGpu(TorchDispatchMode):
             return self._copy(args[0], args[1], given.get("non_blocking", False))
         if _is_cuda(device) and torch.device(device) != DEVICE:
             raise GpuError(f"{name} makes a tensor on {device}, not on {DEVICE}")
-        if name == "_pin_memory" or name == "pin_memory":
+        if name in ("_pin_memory", "pin_memory"):
             return self._pin(args[0])
         if name in ("to", "_to_copy") and (on_device or _is_cuda(device)):
             return self._move(func, args, kwargs, given)
@@ -144,13 +121,13 @@ class SimulatedGpu(TorchDispatchMode):
         if name in _READS or name.startswith("index") and _by_mask(args):
             self._wait(name)
         kwargs = {key: value for key, value in kwargs.items() if key not in ("device", "pin_memory")}
-        found = self._run(func, args, kwargs)
+        found = self.run(func, args, kwargs)
         if name.startswith(("empty", "new_empty")):
             with _disable_current_modes():
                 memory_of(found.on_cpu).fill_(GARBAGE)
         return found
 
-    def _run(self, function: Callable, args: tuple, kwargs: dict) -> Any:
+    def run(self, function: Callable, args: tuple, kwargs: dict) -> Any:
         """An operation of the device."""
         args, kwargs = on_cpu((args, kwargs))
         with _disable_current_modes():
@@ -177,7 +154,7 @@ class SimulatedGpu(TorchDispatchMode):
         moved = {**kwargs, "device": torch.device("cpu")} if "device" in kwargs else kwargs
         plain = tuple(torch.device("cpu") if isinstance(value, torch.device) else value for value in args)
         if target.type == source.device.type:
-            return self._run(func, plain, moved)
+            return self.run(func, plain, moved)
         self.refuse_in_capture("a copy between host and device")
         if target.type == "cpu":
             self._wait("a copy to the host")
@@ -188,7 +165,7 @@ class SimulatedGpu(TorchDispatchMode):
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> torch.Tensor:
         if isinstance(target, GpuTensor) and isinstance(source, GpuTensor):
-            self._run(torch.ops.aten.copy_.default, (target, source), {})
+            self.run(torch.ops.aten.copy_.default, (target, source), {})
             return target
         self.refuse_in_capture("a copy between host and device")
         if isinstance(target, GpuTensor):
@@ -212,37 +189,10 @@ class SimulatedGpu(TorchDispatchMode):
         elif source.dim() and source.numel():
             self._wait("a copy to the device")
 
-    # ---- kernels ----
-
-    def _computed(self, wrapper: Callable) -> Callable:
-        """A wrapper that launches its kernels, and gets its numbers from the twin."""
-
-        def numbers(*args: Any, **kwargs: Any) -> Any:
-            if wrapper.__name__ == "tree_attention":
-                check_layout(args[2], args[4])
-            return wrapper(*args, **{**kwargs, "backend": "torch"})
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if not any(isinstance(tensor, GpuTensor) for tensor in tensors_of((args, kwargs))):
-                return wrapper(*args, **kwargs)
-            wrapper(*args, **kwargs)  # its checks, its own memory and its launches
-            return self._run(numbers, args, kwargs)
-
-        return call
-
-    def launch(self, name: str, grid: tuple[int, ...], args: tuple, options: dict[str, Any]) -> None:
-        """A kernel, which does nothing. Raises `GpuError` where a GPU would not take it."""
-        self._check_current(name)
-        if any(not isinstance(tensor, GpuTensor) for tensor in tensors_of(args)):
-            raise GpuError(f"{name} gets memory of the host")
-        if any(not 1 <= size <= most for size, most in zip(grid, _MOST_PROGRAMS)):
-            raise GpuError(f"{name} has a grid of {grid}")
-        compiled = (name, *map(_specialised, args), *sorted(options.items()))
-        if compiled not in self.compiled:
-            self.refuse_in_capture(f"the compilation of {name}")
-            self.compiled.add(compiled)
-        self.launches.append(name.strip("_").removesuffix("_kernel"))
-        self.lost = self.lost or self.launches[-1] == self.faulty
+    def launched(self, kernel: str) -> None:
+        """A kernel is under way."""
+        self.launches.append(kernel)
+        self.lost = self.lost or kernel == self.faulty
 
     # ---- what is late, and who waits ----
 
@@ -282,16 +232,17 @@ class SimulatedGpu(TorchDispatchMode):
         self.current_device = device if isinstance(device, int) else torch.device(device).index
 
     def _begin_replay(self) -> None:
-        self._check_current("a graph")
+        self.check_current("a graph")
         self.replays += 1
 
-    def _check_current(self, what: str) -> None:
+    def check_current(self, what: str) -> None:
+        """Raise `GpuError` if the thread uses another device."""
         if self.current_device != DEVICE.index:
             raise GpuError(f"{what} goes to cuda:{self.current_device}, its tensors lie on {DEVICE}")
 
     @contextlib.contextmanager
     def _captured(self, graph: Graph, pool: object = None) -> Iterator[None]:
-        self._check_current("a graph")
+        self.check_current("a graph")
         assert pool is not None, "every graph has memory of its own"
         stream, self.current_stream, self._capture = self.current_stream, "capture", graph
         try:
@@ -301,46 +252,6 @@ class SimulatedGpu(TorchDispatchMode):
             with _disable_current_modes():
                 graph.end()
         self.current_stream = stream  # PyTorch leaves it where the capture fails
-
-
-class Launcher:
-    """Stands for a kernel; on tensors of the CPU it is the kernel."""
-
-    def __init__(self, gpu: SimulatedGpu, name: str, kernel: Any) -> None:
-        self._gpu, self._name, self._kernel = gpu, name, kernel
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable:
-        def launch(*args: Any, **options: Any) -> None:
-            if any(isinstance(arg, GpuTensor) for arg in args):
-                self._gpu.launch(self._name, grid, args, options)
-            else:
-                self._kernel[grid](*args, **options)
-
-        return launch
-
-
-def check_layout(tree: Any, workspace: Any) -> None:
-    """What the twin does not look at: blocks of rows, and where splits leave their parts."""
-    seen: list[int] = []
-    for first, count in tree.blocks.tolist():
-        rows = list(range(first, first + count))
-        assert count <= tree.per_block, f"a block of {count} rows in a launch for {tree.per_block}"
-        assert len(set(tree.row_sequence[rows].tolist())) <= 1, "a block of several sequences"
-        seen += rows
-    assert len(set(seen)) == len(seen), "a row in two blocks"
-    assert set(tree.trunk_lengths.nonzero()[:, 0].tolist()) <= set(seen), "a row with a trunk in no block"
-    assert address_of(workspace.mixed) != address_of(workspace.sums), "the parts of splits meet"
-
-
-def _runs_kernel(ask: Callable, backend: str | None, tensor: torch.Tensor) -> bool:
-    return isinstance(tensor, GpuTensor) or ask(backend, tensor)
-
-
-def _specialised(argument: Any) -> Any:
-    """What of an argument Triton compiles a kernel for."""
-    if isinstance(argument, GpuTensor):
-        return argument.dtype, argument.on_cpu.data_ptr() % 16 == 0
-    return (argument == 1, argument % 16 == 0) if type(argument) is int else type(argument)
 
 
 def _check_same(pinned: torch.Tensor, before: torch.Tensor) -> None:

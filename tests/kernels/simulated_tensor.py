@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
 DEVICE = torch.device("cuda", 1)  # not 0, which is what a thread uses unless it is told
-GARBAGE = 0x5B
+GARBAGE = 0xFF  # NaN, and -1
 
 
 class GpuError(RuntimeError):

@@ -17,7 +17,7 @@ from unit.test_model import GENERAL, assert_equals_plain, tiny
 
 from vllm_ssd.config import SaguaroConfig
 from vllm_ssd.devices import DraftDevice, use_device
-from vllm_ssd.draft import engine_choice, shared_server
+from vllm_ssd.draft import engine_choice, graph_buffers, graph_forward, shared_server
 from vllm_ssd.draft.batch import causal_group, flatten
 from vllm_ssd.draft.engine import DraftEngine
 from vllm_ssd.draft.engine_choice import make_engine
@@ -48,8 +48,13 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedGpu]:
     """A machine with GPUs; the thread uses the first, as any does that was told nothing."""
     gpu = SimulatedGpu()
     gpu.install(monkeypatch)
+    monkeypatch.setattr(graph_buffers, "MAX_FORWARD_ROWS", 96)  # to be quick
+    monkeypatch.setattr(graph_forward, "_TRIAL_LENGTHS", (1, 8, 64, 150))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # its operations are small
     with gpu:
         yield gpu
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture
@@ -316,7 +321,7 @@ def test_a_forward_waits_for_nothing(gpu: SimulatedGpu) -> None:
     """The same of the forward that the engine flattens, within the buffers and beyond them."""
     model = test_graph_engine.loaded(SaguaroConfig(DRAFT, 3, draft_dtype="float32"), DEVICE, num_slots=2000)
     compiled = len(gpu.compiled)
-    for lengths in ([3], [1025], [1500], [600, 601], [2] * 40, [1] * 300, [5] * 301):
+    for lengths in ([3], [97], [333], [120, 121], [2] * 40, [1] * 300, [5] * 301):
         ends = np.cumsum([0, *lengths])
         slots = [np.arange(begin, end) for begin, end in zip(ends, ends[1:])]
         groups = [causal_group([1] * len(own), 0, own, own) for own in slots]

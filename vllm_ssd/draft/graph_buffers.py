@@ -22,6 +22,7 @@ from vllm_ssd.kernels.tree_layout import Tree, Workspace, row_blocks, rows_per_b
 
 _PROGRAMS = 264  # that keep a GPU busy: two for each multiprocessor of an H100 or H200
 _MOST_SPLITS = 16
+MAX_FORWARD_ROWS = 1024  # of the forward that the engine flattens (`graph_forward.py`), in graphs
 _LOGITS_BYTES = 64 << 20  # logits of more rows than fit this are made and drawn from in parts
 
 
@@ -41,16 +42,22 @@ class Shape:
     dtype: torch.dtype  # of the model
 
     def splits(self, rows: int) -> int:
-        """Parts that a trunk is cut into, so that few rows keep the device busy too; a power of two."""
-        per_block = rows_per_block(self.num_heads // self.num_kv_heads, rows)
-        programs = math.ceil(rows / per_block) * self.num_kv_heads
-        parts = min(max(1, _PROGRAMS // programs), _MOST_SPLITS)
-        return 1 << (parts.bit_length() - 1)
+        """Parts that a trunk is cut into."""
+        return trunk_splits(rows, self.num_heads, self.num_kv_heads)
 
     @property
     def logit_rows(self) -> int:
         """Rows whose logits are in memory at a time."""
         return max(1, min(self.max_rows, _LOGITS_BYTES // (self.vocab_size * self.dtype.itemsize)))
+
+
+def trunk_splits(rows: int, num_heads: int, num_kv_heads: int) -> int:
+    """Parts that a trunk is cut into, so that few rows keep the device busy too; a power of two."""
+    rows = min(rows, MAX_FORWARD_ROWS)  # more are in no graph: they shall need no kernel that was not met before
+    per_block = rows_per_block(num_heads // num_kv_heads, rows)
+    programs = math.ceil(rows / per_block) * num_kv_heads
+    parts = min(max(1, _PROGRAMS // programs), _MOST_SPLITS)
+    return 1 << (parts.bit_length() - 1)
 
 
 def send(array: np.ndarray, target: Tensor) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from vllm_ssd.draft import graph_buffers
 from vllm_ssd.draft.batch import FlatBatch, causal_group, flatten
 from vllm_ssd.draft.graph_buffers import RowBuffers, Shape
 from vllm_ssd.draft.graph_decoder import GraphDecoder
@@ -22,7 +23,6 @@ from vllm_ssd.kernels.tree_layout import rows_per_block
 
 logger = logging.getLogger("vllm_ssd.draft")
 
-_MAX_ROWS = 1024
 _MAX_SEQUENCES = 256
 _TRUNK_BYTES = 64 << 20  # for fewer sequences where they are long
 _MAX_TAIL = 64
@@ -66,8 +66,9 @@ def _distance(graphs: "GraphForward", light: LightDecoder, pools: Sequence[torch
 class GraphForward:
     """Logits of flat batches."""
 
-    def __init__(self, decoder: GraphDecoder, max_length: int, depth: int, max_rows: int = _MAX_ROWS) -> None:
+    def __init__(self, decoder: GraphDecoder, max_length: int, depth: int, max_rows: int | None = None) -> None:
         """`max_length`: of a sequence; `depth`: longest tail of a branch (longer ones run without kernels)."""
+        max_rows = max_rows or graph_buffers.MAX_FORWARD_ROWS
         self.graph_decoder = decoder
         longest = aligned(max_length + _MAX_TAIL)
         self._shape = Shape(
