@@ -35,6 +35,7 @@ from vllm_ssd.draft.batch import Group, flatten
 from vllm_ssd.draft.graph_buffers import Shape, tree_bytes
 from vllm_ssd.draft.graph_decoder import GraphDecoder
 from vllm_ssd.draft.graph_round import GraphRound, Planting
+from vllm_ssd.draft.graph_rows import aligned
 from vllm_ssd.sampling import top_tokens
 
 DRAFTS = {  # vocabulary, hidden, intermediate, layers, heads, KV heads
@@ -137,7 +138,7 @@ def step_times(model: LlamaForCausalLM, branches: int, args: argparse.Namespace,
     shape = Shape(
         max_rows=branches,
         max_sequences=1,
-        max_length=args.context + 1,
+        max_length=aligned(args.context + 1),
         depth=_DEPTH,
         width=_TOP_M,
         num_heads=decoder.num_heads,

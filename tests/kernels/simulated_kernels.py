@@ -1,11 +1,9 @@
 """Kernels of a simulated CUDA device (`simulated_gpu.py`): their wrappers run as they stand, their twins compute."""
 
-import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 
 from vllm_ssd.draft import graph_decoder, graph_round
 from vllm_ssd.kernels import sparse_q
@@ -37,9 +35,7 @@ def install_kernels(gpu: "SimulatedGpu", monkeypatch: pytest.MonkeyPatch) -> Non
 def _replace_kernels(gpu: "SimulatedGpu", known: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of a module that were not replaced before."""
     for name, found in list(known.items()):
-        if name == "runs_kernel" and not isinstance(found, functools.partial):
-            monkeypatch.setitem(known, name, functools.partial(_runs_kernel, found))
-        elif name.endswith("_kernel") and name != "runs_kernel" and not isinstance(found, Launcher):
+        if name.endswith("_kernel") and name != "runs_kernel" and not isinstance(found, Launcher):
             monkeypatch.setitem(known, name, Launcher(gpu, name, found))
 
 
@@ -52,7 +48,8 @@ def _computed(gpu: "SimulatedGpu", wrapper: Callable) -> Callable:
         return wrapper(*args, **{**kwargs, "backend": "torch"})
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if not any(isinstance(tensor, GpuTensor) for tensor in tensors_of((args, kwargs))):
+        on_device = any(isinstance(tensor, GpuTensor) for tensor in tensors_of((args, kwargs)))
+        if not on_device or kwargs.get("backend") == "torch":
             return wrapper(*args, **kwargs)
         wrapper(*args, **kwargs)  # its checks, its own memory and its launches
         return gpu.run(numbers, args, kwargs)
@@ -100,10 +97,6 @@ def check_layout(tree: Any, workspace: Any) -> None:
     assert len(set(seen)) == len(seen), "a row in two blocks"
     assert set(tree.trunk_lengths.nonzero()[:, 0].tolist()) <= set(seen), "a row with a trunk in no block"
     assert address_of(workspace.mixed) != address_of(workspace.sums), "the parts of splits meet"
-
-
-def _runs_kernel(ask: Callable, backend: str | None, tensor: torch.Tensor) -> bool:
-    return isinstance(tensor, GpuTensor) or ask(backend, tensor)
 
 
 def _specialised(argument: Any) -> Any:

@@ -1,10 +1,13 @@
 """The forward over ragged rows equals the plain forward of `transformers`, and its padding does nothing."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
 from unit.test_model import LIGHT, assert_equals_plain, causal_group, empty_pools, tiny
 
+from vllm_ssd.draft import graph_decoder
 from vllm_ssd.draft.batch import Group, flatten
 from vllm_ssd.draft.graph_decoder import GraphDecoder
 from vllm_ssd.draft.graph_forward import GraphForward, ready
@@ -52,6 +55,30 @@ def test_a_forward_that_goes_wrong_is_not_taken(monkeypatch: pytest.MonkeyPatch,
         monkeypatch.setattr(GraphDecoder, "logits", logits)
         assert ready(light, pools, 64, 4) is light
         assert message in caplog.text
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    (
+        lambda tree: tree.trunk_lengths // 2,
+        lambda tree: tree.trunk_lengths - (tree.trunk_lengths > 32).int(),
+        lambda tree: tree.trunk_lengths // 16 * 16,
+    ),
+    ids=("half of it left out", "the last one", "a part of a tile"),
+)
+def test_an_attention_that_goes_wrong_is_not_taken(wrong, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+    """Drafts are wrong more often, and nobody hears of it."""
+    model = tiny("llama")
+    light, attention = try_build(model), graph_decoder.tree_attention
+
+    def broken(queries, pool, tree, scale, workspace, backend=None) -> torch.Tensor:
+        if backend is None:
+            tree = dataclasses.replace(tree, trunk_lengths=wrong(tree))
+        return attention(queries, pool, tree, scale, workspace, backend=backend)
+
+    monkeypatch.setattr(graph_decoder, "tree_attention", broken)
+    assert ready(light, empty_pools(model), 64, 4) is light
+    assert "differ from those without kernels, by " in caplog.text
 
 
 def test_rows_are_the_groups() -> None:

@@ -157,7 +157,7 @@ def test_a_gpu_of_the_target_needs_a_size() -> None:
         ({"assigned_physical_gpu_ids": [5, 7, 4]}, 1, "4,5,6,7", {1, 3}),  # the third is not used
         ({"assigned_physical_gpu_ids": [5, 9]}, 1, "4,5,6,7", {1}),  # which vLLM refuses
         ({"assigned_physical_gpu_ids": [4, 5, 6, 7]}, 2, "4,5,6,7", {0, 1, 2, 3}),
-        ({"data_parallel_size": 4, "data_parallel_index": 1}, 1, None, {2, 3}),
+        ({"data_parallel_size": 4, "data_parallel_index": 1}, 1, None, {0, 1}),  # each rank with GPUs of its own
         ({"data_parallel_size": 4, "data_parallel_index": 3, "data_parallel_rank_local": 1}, 1, None, {2, 3}),
     ),
 )
@@ -172,8 +172,7 @@ def test_gpus_of_the_target(
     monkeypatch.setattr(type(current_platform), "device_control_env_var", "GPUS_TO_SEE", raising=False)
     if visible is not None:
         monkeypatch.setenv("GPUS_TO_SEE", visible)
-    alone = {"data_parallel_size": num_ranks, "data_parallel_index": 0, "data_parallel_rank_local": None}
-    assert _target_gpus(types.SimpleNamespace(**{"world_size": 2, **alone, **facts}), num_ranks) == taken
+    assert _target_gpus(types.SimpleNamespace(**{"world_size": 2, **facts}), num_ranks) == taken
 
 
 @pytest.mark.parametrize(

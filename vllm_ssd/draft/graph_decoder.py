@@ -48,8 +48,11 @@ class GraphDecoder:
         self._gated = torch.compile(_gated) if compiled else _gated
         self._normed = torch.compile(_normed) if compiled else _normed
 
-    def hidden(self, rows: Rows, pools: Sequence[Tensor]) -> Tensor:
-        """Normalised hidden states, [R, D]. `pools`: [2 * KV heads, num_slots, E] a layer, written."""
+    def hidden(self, rows: Rows, pools: Sequence[Tensor], backend: str | None = None) -> Tensor:
+        """Normalised hidden states, [R, D]. `pools`: [2 * KV heads, num_slots, E] a layer, written.
+
+        `backend`: of the kernels.
+        """
         light = self.light
         hidden = F.embedding(rows.token_ids, light._embedding)
         for layer, pool in zip(light._layers, pools):
@@ -57,8 +60,9 @@ class GraphDecoder:
             qkv = layer._qkv(normed).unflatten(-1, (-1, self.head_size))
             norm = layer._head_norm
             weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
-            kv_write(qkv, rows.positions, rows.slots, self._table, pool, weight, eps)
-            mixed = tree_attention(qkv[:, : self.num_heads], pool, rows.tree, layer._scaling, rows.workspace)
+            kv_write(qkv, rows.positions, rows.slots, self._table, pool, weight, eps, backend=backend)
+            queries = qkv[:, : self.num_heads]
+            mixed = tree_attention(queries, pool, rows.tree, layer._scaling, rows.workspace, backend=backend)
             hidden = hidden + layer._out(mixed.flatten(1))
             normed = self._normed(hidden, layer._mlp_norm.weight, layer._mlp_norm.eps)
             hidden = hidden + layer._down(self._gated(layer._gate_up(normed)))
@@ -66,7 +70,7 @@ class GraphDecoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, D] → [R, V]."""
-        return self.light._head(hidden)
+        return self.light.logits(hidden)
 
 
 def _gated(gate_up: Tensor) -> Tensor:

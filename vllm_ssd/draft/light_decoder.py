@@ -58,6 +58,15 @@ class LightDecoder:
         hidden = hidden.index_select(0, _padded(batch.logit_rows))
         return self._head(self._norm(hidden))[: len(batch.logit_rows)]
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights."""
+        return self._embedding.dtype
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Normalised hidden states [R, D] → [R, V]."""
+        return self._head(hidden)
+
     def warm_up_attention(self, batch: FlatBatch, pool: Tensor) -> None:
         """Run what is compiled for each shape of a batch beside the projections. `pool`: that of any layer, read."""
         queries = pool.new_zeros(len(batch.token_ids), self._num_heads, pool.shape[2])

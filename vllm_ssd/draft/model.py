@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from vllm_ssd.config import SaguaroConfig
 from vllm_ssd.draft import light_decoder, pool_attention
 from vllm_ssd.draft.batch import USUAL_ROWS, FlatBatch, Group, flatten, usual_columns
+from vllm_ssd.draft.graph_runner import check_device
 
 if TYPE_CHECKING:
     from vllm_ssd.draft.graph_decoder import GraphDecoder
@@ -92,6 +93,7 @@ class DraftModel:
             self._decoder = graph_forward.ready(self._decoder, self._pools, self.max_length, self._depth)
         logger.info("draft forward: %s", type(self._decoder).__name__)
         self._meet_usual_shapes()
+        check_device(self.device)
 
     @torch.inference_mode()
     def _meet_usual_shapes(self) -> None:

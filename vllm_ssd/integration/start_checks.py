@@ -94,8 +94,8 @@ def _draft_device(config: SaguaroConfig, parallel: Any) -> str:
         if parallel.data_parallel_size > num_ranks == 1:
             raise ValueError(
                 "speculative_config['draft_device'] is 'auto': data parallel ranks that are started one by one do not "
-                "see which GPUs the others take; name one that no rank takes, for example 'cuda:7', or share a draft "
-                "(draft_address)."
+                "see which GPUs the others take; name one that this rank sees and no target takes, for example "
+                "'cuda:1', or share a draft (draft_address)."
             )
         found = choose_gpus(num_gpus, _target_gpus(parallel, num_ranks), num_ranks)
     if platform != "cpu":
@@ -108,10 +108,8 @@ def _target_gpus(parallel: Any, num_ranks: int) -> set[int]:
     from vllm.platforms import current_platform
 
     size = getattr(parallel, "local_world_size", parallel.world_size)
-    first = 0
-    if parallel.data_parallel_size > num_ranks == 1:  # a rank that was started by itself: as vLLM's worker counts them
-        rank = parallel.data_parallel_rank_local
-        first = size * (parallel.data_parallel_index if rank is None else rank)
+    # Set where ranks are programs of the user's; else a rank that is started by itself takes the first it sees.
+    first = size * (getattr(parallel, "data_parallel_rank_local", None) or 0)
     physical = getattr(parallel, "assigned_physical_gpu_ids", None)  # of --device-ids
     if physical is None:
         return set(range(first, first + size * num_ranks))
