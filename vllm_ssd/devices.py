@@ -118,9 +118,7 @@ def read_draft_devices(setting: str, platform: str, num_gpus: int, num_ranks: in
             setting, f"the target has {num_ranks} data parallel ranks on this machine and needs {wanted}{hint}"
         )
     found = [read_draft_device(part, platform, num_gpus) or _no_auto_in_lists(setting) for part in parts]
-    for device in found:
-        if not device.cores and found.count(device) > 1:
-            raise _refusal(setting, f"{str(device)!r} is named twice, and each draft needs a GPU of its own")
+    _check_apart(setting, found)
     return found
 
 
@@ -140,10 +138,16 @@ def read_group(settings: Sequence[str], platform: str, num_gpus: int) -> list[Dr
             raise _refusal(list(settings), f"{setting!r} must be {error}") from None
         except ValueError as error:
             raise _refusal(list(settings), f"of {setting!r}: {error}") from None
-        if device in found and not device.cores:
-            raise _refusal(list(settings), f"{str(device)!r} is named twice, and each draft needs a GPU of its own")
         found.append(device)
+        _check_apart(list(settings), found)
     return found
+
+
+def _check_apart(setting: str | list[str], found: Sequence[DraftDevice]) -> None:
+    """Raise `ValueError` if two drafts would be on one GPU."""
+    for device in found:
+        if not device.cores and found.count(device) > 1:
+            raise _refusal(setting, f"{str(device)!r} is named twice, and each draft needs a GPU of its own")
 
 
 def _no_auto_in_lists(setting: str) -> DraftDevice:

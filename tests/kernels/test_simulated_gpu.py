@@ -149,6 +149,7 @@ def test_other_rounds_of_the_engine(gpu: SimulatedGpu, monkeypatch: pytest.Monke
     test_graph_engine.test_sampled_tokens_come_with_laws_that_hold_them()
     test_graph_engine.test_fewer_outcomes_than_rows_leave_no_slots_behind(monkeypatch)
     test_graph_engine.test_branches_of_a_shallow_plan_grow_when_the_verification_is_overdue(monkeypatch)
+    assert gpu.replays > 50  # by graphs, not by the plain step
 
 
 def test_trees_step_by_step(gpu: SimulatedGpu, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from vllm_ssd.config import SaguaroConfig
 from vllm_ssd.draft.batch import causal_group, flatten
 from vllm_ssd.draft.engine import DraftEngine
 from vllm_ssd.draft.forecast import Part, candidates_wanted
-from vllm_ssd.draft.graph_rows import TRIAL_TOKENS, TRIAL_TOLERANCE, aligned
+from vllm_ssd.draft.graph_rows import aligned
 from vllm_ssd.draft.graph_runner import check_device
 from vllm_ssd.draft.model import DraftModel
 
@@ -28,6 +28,8 @@ logger = logging.getLogger("vllm_ssd.draft")
 VARIABLE = "VLLM_SSD_DEVICE_ROUNDS"
 _CHOICES = ("auto", "on", "off")
 _MAX_ROWS = 2048
+_TRIAL_TOKENS = 8  # before rounds on the device are trusted they are held against the plain forward, after so many
+_TRIAL_TOLERANCE = 0.05  # of the largest logit: roundings of bfloat16, not another result
 
 
 def make_engine(
@@ -60,7 +62,7 @@ def _ready_round(
         device_round = make_round(model, config, part, max_sequences, max_length)
         if device_round is None:
             return None  # no Llama-shaped draft, or its forward is not in graphs, which has been said
-        if num_slots < TRIAL_TOKENS + device_round.shape.depth:
+        if num_slots < _TRIAL_TOKENS + device_round.shape.depth:
             return None  # no room for a tree
         if agrees(device_round, model):
             return device_round
@@ -113,19 +115,19 @@ def agrees(device_round: "GraphRound", model: DraftModel) -> bool:
     from vllm_ssd.draft.graph_planting import Planting
 
     depth = device_round.shape.depth
-    slots = np.arange(TRIAL_TOKENS + depth)
-    trunk, tail = slots[:TRIAL_TOKENS], slots[TRIAL_TOKENS:]
+    slots = np.arange(_TRIAL_TOKENS + depth)
+    trunk, tail = slots[:_TRIAL_TOKENS], slots[_TRIAL_TOKENS:]
     model.forward(flatten([causal_group(trunk.tolist(), 0, trunk, trunk)], model.device))
     device_round.set_trunks([trunk])
-    device_round.plant([Planting(0, TRIAL_TOKENS, tail[None])], [(0, 0)], [1] * depth)
+    device_round.plant([Planting(0, _TRIAL_TOKENS, tail[None])], [(0, 0)], [1] * depth)
     device_round.grow(depth)
     token_id = 0
     for step in device_round.finished(at_least=depth):
-        known = TRIAL_TOKENS + step.number
+        known = _TRIAL_TOKENS + step.number
         batch = flatten([causal_group([token_id], known, slots[: known + 1], slots[known : known + 1])], model.device)
         logits = model.forward(batch)[0].float().cpu().numpy()
         token_ids = step.token_ids[0][step.token_ids[0] >= 0]
-        if np.abs(logits[token_ids] - step.values[0][: len(token_ids)]).max() > TRIAL_TOLERANCE * np.abs(logits).max():
+        if np.abs(logits[token_ids] - step.values[0][: len(token_ids)]).max() > _TRIAL_TOLERANCE * np.abs(logits).max():
             return False
         token_id = int(step.tokens[0])
     return True

@@ -97,10 +97,8 @@ class GraphForward:
         if count <= self._shape.max_rows and len(rows.trunks) <= self._shape.max_sequences:
             hidden = self._replay(rows, pools)[:count]
         else:
-            hidden = self._run_large(rows, pools)
-        if batch.logit_rows is not None:
-            hidden = hidden.index_select(0, batch.logit_rows)
-        return self.graph_decoder.logits(hidden)
+            hidden = self.graph_decoder.hidden(self._own_rows(rows), pools)
+        return self.graph_decoder.logits(_wanted(hidden, batch))
 
     def warm_up(self, pools: Sequence[torch.Tensor]) -> None:
         """Capture the graphs of all buckets, over rows that are all padding."""
@@ -130,19 +128,14 @@ class GraphForward:
         heads = self._shape.num_heads // self._shape.num_kv_heads
         return 1 if rows_per_sequence == 1 else rows_per_block(heads, self._shape.max_rows)
 
-    def _run_large(self, rows: HostRows, pools: Sequence[torch.Tensor]) -> torch.Tensor:
-        """A batch beyond the buffers (a prompt's chunk): the same calls on buffers of its own."""
-        return self.graph_decoder.hidden(self._own_rows(rows), pools)
-
     def without_kernels(self, batch: FlatBatch, pools: Sequence[torch.Tensor]) -> torch.Tensor:
         """As `forward`, by the kernels' twins, which need memory for rows times columns."""
         rows = self._own_rows(host_rows(batch.groups, self._shape.depth))
         hidden = self.graph_decoder.hidden(rows, pools, backend="torch")
-        if batch.logit_rows is not None:
-            hidden = hidden.index_select(0, batch.logit_rows)
-        return self.graph_decoder.light.logits(hidden)
+        return self.graph_decoder.light.logits(_wanted(hidden, batch))
 
     def _own_rows(self, rows: HostRows) -> Rows:
+        """A batch beyond the buffers (a prompt's chunk), in buffers of its own."""
         count, trunks = len(rows.token_ids), joined(rows.trunks)
         size = {
             "max_rows": aligned(count),
@@ -154,3 +147,8 @@ class GraphForward:
         own.fill(rows, count, per_block)
         own.fill_trunks(trunks)
         return own.rows(count, per_block)
+
+
+def _wanted(hidden: torch.Tensor, batch: FlatBatch) -> torch.Tensor:
+    """The rows whose logits are wanted."""
+    return hidden if batch.logit_rows is None else hidden.index_select(0, batch.logit_rows)

@@ -10,9 +10,6 @@ import numpy as np
 
 from vllm_ssd.draft.batch import Group
 
-TRIAL_TOKENS = 8  # before rounds on the device are trusted they are held against the plain forward, after so many
-TRIAL_TOLERANCE = 0.05  # of the largest logit: roundings of bfloat16, not another result
-
 
 @dataclasses.dataclass
 class HostRows:
