@@ -90,6 +90,12 @@ def test_several_draft_devices_where_there_is_one_draft(options, words):
     assert "draft_devices" in message and all(word in message for word in words), message
 
 
+def test_head_node_without_ranks():
+    """The head of data parallel ranks is refused for GPUs that only their nodes have."""
+    facts = {"data_parallel_size": 2, "data_parallel_size_local": 0, "data_parallel_address": "127.0.0.1"}
+    assert config_of(saguaro(draft_device="cuda:1"), **facts).speculative_config.saguaro.draft_device == "cuda:1"
+
+
 def test_draft_with_another_tokenizer(tmp_path):
     _, draft = make_pair(tmp_path)
     assert "tokenizer" in refusal(saguaro(draft))

@@ -66,6 +66,8 @@ def _draft_device(config: SaguaroConfig, parallel: Any) -> str:
     if config.draft_address is not None:
         _check_keys(config)
         return config.draft_device
+    if parallel.data_parallel_size_local == 0:  # the head of ranks on other nodes, which check theirs
+        return config.draft_device
     import torch
     from vllm import envs
     from vllm.platforms import current_platform
@@ -85,7 +87,7 @@ def _draft_device(config: SaguaroConfig, parallel: Any) -> str:
                 "bundle of the placement group; leave it at 'auto'."
             )
         return config.draft_device
-    num_ranks = max(parallel.data_parallel_size_local, 1)
+    num_ranks = parallel.data_parallel_size_local
     found = read_draft_devices(config.draft_device, platform, num_gpus, num_ranks)
     if found is None and platform == "cpu":
         left = choose_cores(envs.VLLM_CPU_OMP_THREADS_BIND, os.sched_getaffinity(0))
