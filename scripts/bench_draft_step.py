@@ -16,7 +16,6 @@ draft with 24 branches is 1.3 times that.
 
 import argparse
 import json
-import platform
 import statistics
 import sys
 import time
@@ -25,8 +24,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 import transformers
-import triton
-from benchmark import arguments
+from benchmark import arguments, device_report
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from vllm_ssd.devices import use_device
@@ -56,6 +54,7 @@ def main() -> int:
         raise SystemExit("bench_draft_step.py: no CUDA device was found; --device cpu --drafts tiny tries the script.")
     use_device(str(device))
     bandwidth = measured_bandwidth(device)
+    setup = {**device_report.setup(device, bandwidth), "transformers": transformers.__version__}
     rows = []
     with torch.inference_mode():
         for name in args.drafts:
@@ -65,28 +64,10 @@ def main() -> int:
                 times = step_times(model, branches, args, device)
                 rows.append({"draft": name, "branches": branches, "floor": floor, **times})
                 print(line(rows[-1]), flush=True)
-                write(args, bandwidth, rows)
+                device_report.write(args.json, setup, rows)
             del model
-    print(json.dumps(setup(device, bandwidth)))
+    print(json.dumps(setup))
     return 0
-
-
-def setup(device: torch.device, bandwidth: float) -> dict:
-    """What the figures were measured with."""
-    return {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "transformers": transformers.__version__,
-        "bandwidth_gb_s": bandwidth / 1e9,
-        "command": " ".join(sys.argv),
-    }
-
-
-def write(args: argparse.Namespace, bandwidth: float, rows: list[dict]) -> None:
-    """All results so far."""
-    if args.json:
-        args.json.write_text(json.dumps({"setup": setup(args.device, bandwidth), "results": rows}, indent=1))
 
 
 def parse_args() -> argparse.Namespace:

@@ -12,7 +12,6 @@ the cache of the device is flushed before each run. `share` is floor / time: 1 i
 
 import argparse
 import json
-import platform
 import statistics
 import sys
 import time
@@ -21,8 +20,7 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 import torch
-import triton
-from benchmark import arguments
+from benchmark import arguments, device_report
 
 from vllm_ssd.devices import use_device
 from vllm_ssd.draft.graph_buffers import trunk_splits
@@ -106,6 +104,7 @@ def main() -> int:
     use_device(str(device))
     clock = Clock(device, args.repeats)
     bandwidth = measured_bandwidth(clock, device, 1 << (20 if args.small else 30))
+    setup = device_report.setup(device, bandwidth)
     results = []
     for case in cases(device, args.small):
         if args.only and case.kernel not in args.only:
@@ -114,30 +113,12 @@ def main() -> int:
         kernel = clock.seconds(lambda case=case: case.call("triton")) if device.type == "cuda" else None
         results.append(Result(case.kernel, case.what, kernel, twin, case.bytes / bandwidth))
         print(line(results[-1]), flush=True)
-        write(args, device, bandwidth, results)
+        device_report.write(args.json, setup, [{**asdict(result), "share": result.share} for result in results])
     if not results:
         names = ", ".join(sorted({case.kernel for case in cases(device, args.small)}))
         raise SystemExit(f"bench_kernels.py: --only is {' '.join(args.only)}; it must name some of {names}.")
-    print(json.dumps(setup(device, bandwidth)))
+    print(json.dumps(setup))
     return 0
-
-
-def setup(device: torch.device, bandwidth: float) -> dict:
-    """What the figures were measured with."""
-    return {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "bandwidth_gb_s": bandwidth / 1e9,
-        "command": " ".join(sys.argv),
-    }
-
-
-def write(args: argparse.Namespace, device: torch.device, bandwidth: float, results: list[Result]) -> None:
-    """All results so far."""
-    if args.json:
-        rows = [{**asdict(result), "share": result.share} for result in results]
-        args.json.write_text(json.dumps({"setup": setup(device, bandwidth), "results": rows}, indent=1))
 
 
 def twin_seconds(clock: Clock, case: Case) -> float | None:
