@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from vllm_ssd.draft import graph_decoder, graph_round
+from vllm_ssd.draft import graph_decoder, graph_round, kernel_trial
 from vllm_ssd.kernels import sparse_q
 
 from .simulated_tensor import GpuError, GpuTensor, address_of, tensors_of
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 _CALLERS = (
     (graph_decoder, ("kv_write", "tree_attention")),
     (graph_round, ("draw", "fork")),
+    (kernel_trial, ("draw", "fork")),
     (sparse_q, ("dense_rows",)),
 )
 _MOST_PROGRAMS = (2**31 - 1, 65_535, 65_535)

@@ -9,9 +9,9 @@ import torch
 
 from vllm_ssd.config import SaguaroConfig
 from vllm_ssd.draft import engine as engine_module
-from vllm_ssd.draft import graph_engine
+from vllm_ssd.draft import graph_engine, kernel_trial
 from vllm_ssd.draft.engine import DraftEngine
-from vllm_ssd.draft.engine_choice import agrees, make_engine, make_round
+from vllm_ssd.draft.engine_choice import make_engine, make_round
 from vllm_ssd.draft.forecast import Part
 from vllm_ssd.draft.graph_decoder import GraphDecoder
 from vllm_ssd.draft.graph_engine import GraphEngine
@@ -334,6 +334,39 @@ def test_a_device_that_computes_something_else_is_not_used(
     assert reason in caplog.text
 
 
-def test_the_trial_of_a_round_passes_where_it_works() -> None:
+@pytest.mark.parametrize(
+    ("kernel", "wrong"),
+    (
+        ("draw", lambda drawn: drawn._replace(tokens=drawn.token_ids[:, 1])),
+        ("draw", lambda drawn: drawn._replace(tokens=drawn.token_ids[:, 0])),
+        ("draw", lambda drawn: drawn._replace(q=drawn.probs[:, 0])),
+        ("draw", lambda drawn: drawn._replace(probs=drawn.values.softmax(dim=1))),
+        ("draw", lambda drawn: drawn._replace(token_ids=drawn.token_ids.flip(1))),
+        ("fork", lambda found: (found[0], found[1].where(found[1] < 0, 5))),
+        ("fork", lambda found: (found[0].roll(1, 0), found[1])),
+    ),
+    ids=("next token", "always the best", "q of another", "law not cut", "laws backwards", "one id", "other rows"),
+)
+def test_kernels_that_choose_something_else_are_not_used(
+    kernel: str, wrong, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A token is drawn from another law than the one that is sent, and the target's text has another law too."""
+    right = getattr(kernel_trial, kernel)
+
+    def broken(*args, backend: str | None = None):
+        found = right(*args, backend=backend)
+        return found if backend else wrong(found)
+
+    monkeypatch.setattr(kernel_trial, kernel, broken)
+    monkeypatch.setenv("VLLM_SSD_DEVICE_ROUNDS", "on")
     model, config = model_and_config()
-    assert agrees(make_round(model, config, WHOLE, 4, 64), model)
+    assert type(make_engine(model, config, NUM_SLOTS, WHOLE, 4, 64)) is DraftEngine
+    assert "its candidates and draws differ" in caplog.text
+
+
+@pytest.mark.parametrize("options", ({}, {"draft_top_m": 64}, {"draft_top_m": 1, "fan_out": [1, 1, 1, 1]}), ids=str)
+@pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
+def test_the_trial_of_a_round_passes_where_it_works(dtype: str, options: dict) -> None:
+    model, config = model_and_config(**{"draft_dtype": dtype, **options})
+    device_round = make_round(model, config, WHOLE, 4, 64)
+    assert kernel_trial.round_difference(device_round, model) is None

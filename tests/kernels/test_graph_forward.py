@@ -60,25 +60,57 @@ def test_a_forward_that_goes_wrong_is_not_taken(monkeypatch: pytest.MonkeyPatch,
 @pytest.mark.parametrize(
     "wrong",
     (
-        lambda tree: tree.trunk_lengths // 2,
-        lambda tree: tree.trunk_lengths - (tree.trunk_lengths > 32).int(),
-        lambda tree: tree.trunk_lengths // 16 * 16,
+        lambda tree: {"trunk_lengths": tree.trunk_lengths // 2},
+        lambda tree: {"trunk_lengths": tree.trunk_lengths - (tree.trunk_lengths > 32).int()},
+        lambda tree: {"trunk_lengths": tree.trunk_lengths // 16 * 16},
+        lambda tree: {"trunk_lengths": tree.trunk_lengths.clamp(max=1500)},
+        lambda tree: {"trunk_lengths": tree.trunk_lengths.clamp(max=300)} if tree.per_block == 1 else {},
+        lambda tree: {"tail_lengths": tree.tail_lengths * (tree.per_block == 1)},
+        lambda tree: {"tail_lengths": tree.tail_lengths.clamp(max=2)},
+        lambda tree: {"row_sequence": torch.zeros_like(tree.row_sequence)},
+        lambda tree: {"row_sequence": torch.where(torch.arange(len(tree.row_sequence)) > 700, 0, tree.row_sequence)},
     ),
-    ids=("half of it left out", "the last one", "a part of a tile"),
+    ids=(
+        "half of the trunk left out",
+        "its last slot",
+        "a part of a tile",
+        "the end of long trunks",
+        "the end of trunks that are not shared",
+        "tails where trunks are shared",
+        "long tails",
+        "other sequences",
+        "late rows",
+    ),
 )
 def test_an_attention_that_goes_wrong_is_not_taken(wrong, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
     """Drafts are wrong more often, and nobody hears of it."""
-    model = tiny("llama")
+    model = tiny("llama", max_position_embeddings=4096)
     light, attention = try_build(model), graph_decoder.tree_attention
+    pools = empty_pools(model, num_slots=1200)
 
     def broken(queries, pool, tree, scale, workspace, backend=None) -> torch.Tensor:
         if backend is None:
-            tree = dataclasses.replace(tree, trunk_lengths=wrong(tree))
+            tree = dataclasses.replace(tree, **wrong(tree))
         return attention(queries, pool, tree, scale, workspace, backend=backend)
 
     monkeypatch.setattr(graph_decoder, "tree_attention", broken)
-    assert ready(light, empty_pools(model), 64, 4) is light
+    assert ready(light, pools, 4096, 4) is light
     assert "differ from those without kernels, by " in caplog.text
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
+def test_roundings_are_taken(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+    """A draft whose kernels round, as they do, runs without them."""
+    model = tiny("llama", max_position_embeddings=4096).to(dtype)
+    attention = graph_decoder.tree_attention
+
+    def rounded(queries, pool, tree, scale, workspace, backend=None) -> torch.Tensor:
+        mixed = attention(queries, pool, tree, scale, workspace, backend=backend)
+        noise = torch.randn(mixed.shape, generator=torch.Generator().manual_seed(len(mixed)))
+        return mixed if backend else (mixed * (1 + noise * 2 * torch.finfo(dtype).eps)).to(dtype)
+
+    monkeypatch.setattr(graph_decoder, "tree_attention", rounded)
+    assert isinstance(ready(try_build(model), empty_pools(model, num_slots=1200), 4096, 4), GraphForward), caplog.text
 
 
 def test_rows_are_the_groups() -> None:

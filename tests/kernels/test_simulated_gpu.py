@@ -17,7 +17,7 @@ from unit.test_model import GENERAL, assert_equals_plain, tiny
 
 from vllm_ssd.config import SaguaroConfig
 from vllm_ssd.devices import DraftDevice, use_device
-from vllm_ssd.draft import engine_choice, graph_buffers, graph_forward, shared_server
+from vllm_ssd.draft import graph_buffers, kernel_trial, shared_server
 from vllm_ssd.draft.batch import causal_group, flatten
 from vllm_ssd.draft.engine import DraftEngine
 from vllm_ssd.draft.engine_choice import make_engine
@@ -30,6 +30,8 @@ from vllm_ssd.draft.model import DraftModel
 from vllm_ssd.draft.pool_attention import PoolDecoder
 from vllm_ssd.draft.server import ServerSettings, _load
 from vllm_ssd.draft.shared_engine import SharedEngine
+from vllm_ssd.integration import dense_laws
+from vllm_ssd.kernels import sparse_q
 from vllm_ssd.messages import Outcome, Push, Ready, decode_to_target
 from vllm_ssd.tree import TokenLaw
 
@@ -49,7 +51,6 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedGpu]:
     gpu = SimulatedGpu()
     gpu.install(monkeypatch)
     monkeypatch.setattr(graph_buffers, "MAX_FORWARD_ROWS", 96)  # to be quick
-    monkeypatch.setattr(graph_forward, "_TRIAL_LENGTHS", (1, 8, 64, 150))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # its operations are small
     with gpu:
@@ -229,7 +230,7 @@ def test_a_kernel_that_breaks_the_device_ends_the_start(gpu: SimulatedGpu, kerne
 def test_a_fault_that_nobody_waited_for_ends_the_start(gpu: SimulatedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """The draft says that it is ready, and dies of the first request."""
     model, config = test_graph_engine.model_and_config(DEVICE)
-    monkeypatch.setattr(engine_choice, "agrees", lambda *_: bool(setattr(gpu, "lost", True) or True))
+    monkeypatch.setattr(kernel_trial, "round_difference", lambda *_: setattr(gpu, "lost", True))
     with pytest.raises(RuntimeError, match="cuda:1 is lost"):
         make_engine(model, config, 600, WHOLE, 4, 64)
 
@@ -349,12 +350,32 @@ def test_after_a_miss_the_engine_waits_for_its_first_step_alone(
 @torch.inference_mode()
 def test_laws_at_the_target_wait_for_nothing(gpu: SimulatedGpu) -> None:
     """The target waits for its forward before it has verified."""
-    drafter = pytest.importorskip("vllm_ssd.integration.drafter")
-    laws = [TokenLaw(np.array([3, 7]), np.array([0.25, 0.75], dtype=np.float32)), drafter._one_hot(5)]
+    laws = [TokenLaw(np.array([3, 7]), np.array([0.25, 0.75], dtype=np.float32)), dense_laws.one_hot(5)]
+    kernel = dense_laws.tried_dense(10, DEVICE)
     gpu.waits.clear()
-    dense = drafter._dense(laws, 10, DEVICE)
+    gpu.launches.clear()
+    dense = kernel(*dense_laws.sparse(laws, DEVICE), 10)
     assert not gpu.waits and gpu.launches == ["dense"]
     assert dense.tolist() == [[0, 0, 0, 0.25, 0, 0, 0, 0.75, 0, 0], [0, 0, 0, 0, 0, 1, 0, 0, 0, 0]]
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("fault", ("wrong", "raises"))
+def test_a_kernel_of_laws_that_goes_wrong_is_not_taken(
+    gpu: SimulatedGpu, fault: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The target verifies with another law than drafts were drawn from."""
+    right = sparse_q.dense_rows
+
+    def broken(token_ids: torch.Tensor, probs: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        if fault == "raises":
+            raise RuntimeError("no such instruction")
+        return right(token_ids[:, :63].contiguous(), probs[:, :63].contiguous(), out)
+
+    monkeypatch.setattr(sparse_q, "dense_rows", broken)
+    assert dense_laws.tried_dense(4096, DEVICE) is dense_laws.dense_torch
+    reason = {"wrong": "its rows differ", "raises": "RuntimeError: no such instruction"}[fault]
+    assert f"without a Triton kernel: {reason}" in caplog.text
 
 
 # ---- the simulation notices ----

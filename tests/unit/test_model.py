@@ -85,12 +85,12 @@ def causal_group(tokens: list[int], known: int, slots: np.ndarray) -> Group:
     return batch.causal_group(tokens[known:], known, slots[: len(tokens)], slots[known : len(tokens)])
 
 
-def empty_pools(model: PreTrainedModel) -> list[torch.Tensor]:
+def empty_pools(model: PreTrainedModel, num_slots: int = NUM_SLOTS) -> list[torch.Tensor]:
     config = model.config
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     # What was never written must not matter, as long as it is finite.
-    return [torch.full((2 * heads, NUM_SLOTS, size), 1e4) for _ in range(config.num_hidden_layers)]
+    return [torch.full((2 * heads, num_slots, size), 1e4, dtype=model.dtype) for _ in range(config.num_hidden_layers)]
 
 
 def assert_equals_plain(decoder: LightDecoder | PoolDecoder, model: PreTrainedModel) -> None:
@@ -192,6 +192,13 @@ def test_a_loaded_model_runs_over_its_own_pools(name: str, tmp_path: Path) -> No
         assert torch.allclose(draft.forward(batch), plain_logits(model, tokens), atol=1e-3)
     assert draft.max_length == CONTEXT
     assert draft.dtype == torch.float32
+
+
+def test_a_short_context_is_warmed_up(tmp_path: Path) -> None:
+    """The warm-up asks for positions that the draft does not have."""
+    draft = saved(tiny("llama", max_position_embeddings=20), tmp_path)
+    draft.allocate_kv_cache(None, most_useful=NUM_SLOTS)
+    draft.warm_up()
 
 
 @pytest.mark.parametrize("dtype", ("float32", "bfloat16", "float16"))

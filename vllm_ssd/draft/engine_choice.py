@@ -9,11 +9,9 @@ import logging
 import os
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from vllm_ssd.config import SaguaroConfig
-from vllm_ssd.draft.batch import causal_group, flatten
 from vllm_ssd.draft.engine import DraftEngine
 from vllm_ssd.draft.forecast import Part, candidates_wanted
 from vllm_ssd.draft.graph_rows import aligned
@@ -28,8 +26,6 @@ logger = logging.getLogger("vllm_ssd.draft")
 VARIABLE = "VLLM_SSD_DEVICE_ROUNDS"
 _CHOICES = ("auto", "on", "off")
 _MAX_ROWS = 2048
-_TRIAL_TOKENS = 8  # before rounds on the device are trusted they are held against the plain forward, after so many
-_TRIAL_TOLERANCE = 0.05  # of the largest logit: roundings of bfloat16, not another result
 
 
 def make_engine(
@@ -62,11 +58,13 @@ def _ready_round(
         device_round = make_round(model, config, part, max_sequences, max_length)
         if device_round is None:
             return None  # no Llama-shaped draft, or its forward is not in graphs, which has been said
-        if num_slots < _TRIAL_TOKENS + device_round.shape.depth:
+        from vllm_ssd.draft.kernel_trial import ROUND_TOKENS, round_difference  # needs Triton, as above
+
+        if min(num_slots, model.max_length) < ROUND_TOKENS + device_round.shape.depth:
             return None  # no room for a tree
-        if agrees(device_round, model):
+        reason = round_difference(device_round, model)
+        if reason is None:
             return device_round
-        reason = "its logits differ from those of the plain forward"
     except Exception as error:  # whatever it is, the engine that steps from the host needs none of it
         reason = f"{type(error).__name__}: {error}"
         check_device(model.device)
@@ -107,27 +105,3 @@ def make_round(
         device_round = GraphRound(decoder, model.pools, shape, vocab_size, config.draft_top_m, candidates)
         device_round.warm_up()
     return device_round
-
-
-@torch.inference_mode()
-def agrees(device_round: "GraphRound", model: DraftModel) -> bool:
-    """Whether a branch that grows on the device sees the logits of the plain forward, step after step."""
-    from vllm_ssd.draft.graph_planting import Planting
-
-    depth = device_round.shape.depth
-    slots = np.arange(_TRIAL_TOKENS + depth)
-    trunk, tail = slots[:_TRIAL_TOKENS], slots[_TRIAL_TOKENS:]
-    model.forward(flatten([causal_group(trunk.tolist(), 0, trunk, trunk)], model.device))
-    device_round.set_trunks([trunk])
-    device_round.plant([Planting(0, _TRIAL_TOKENS, tail[None])], [(0, 0)], [1] * depth)
-    device_round.grow(depth)
-    token_id = 0
-    for step in device_round.finished(at_least=depth):
-        known = _TRIAL_TOKENS + step.number
-        batch = flatten([causal_group([token_id], known, slots[: known + 1], slots[known : known + 1])], model.device)
-        logits = model.forward(batch)[0].float().cpu().numpy()
-        token_ids = step.token_ids[0][step.token_ids[0] >= 0]
-        if np.abs(logits[token_ids] - step.values[0][: len(token_ids)]).max() > _TRIAL_TOLERANCE * np.abs(logits).max():
-            return False
-        token_id = int(step.tokens[0])
-    return True

@@ -13,11 +13,12 @@ import numpy as np
 import torch
 
 from vllm_ssd.draft import graph_buffers
-from vllm_ssd.draft.batch import FlatBatch, causal_group, flatten
+from vllm_ssd.draft.batch import FlatBatch
 from vllm_ssd.draft.graph_buffers import RowBuffers, Shape
 from vllm_ssd.draft.graph_decoder import GraphDecoder, Rows
 from vllm_ssd.draft.graph_rows import HostRows, aligned, host_rows, joined
 from vllm_ssd.draft.graph_runner import GraphRunner, bucket_of, buckets, check_device
+from vllm_ssd.draft.kernel_trial import MOST_APART, forward_apart
 from vllm_ssd.draft.light_decoder import LightDecoder
 from vllm_ssd.kernels.tree_layout import rows_per_block
 
@@ -26,25 +27,21 @@ logger = logging.getLogger("vllm_ssd.draft")
 _MAX_SEQUENCES, _LEAST_SEQUENCES = 256, 64
 _TRUNK_BYTES = 64 << 20  # for fewer sequences where they are long
 _MAX_TAIL = 64
-_TRIAL_LENGTHS = (1, 8, 64, 200)  # graphs of several buckets, tiles and splits; the twins need memory for more
-# Roundings, not other results: bfloat16 came to 0.01 with random weights, 0.03 with a few key biases of 400.
-_MOST_APART = {torch.float32: 0.01, torch.bfloat16: 0.1, torch.float16: 0.1}
 _LEAST_DEPTH = 16  # what the kernels work on at least
 
 
 def ready(light: LightDecoder, pools: Sequence[torch.Tensor], max_length: int, depth: int):
     """The forward over ragged rows with its graphs captured; `light` itself if that does not work here.
 
-    Kernels and their twins must agree about a few prompts: a kernel that a new compiler or device breaks then costs
-    speed, and a warning, but no drafts. Raises `RuntimeError` if it broke the device for this process.
+    Kernels and graphs must agree with the kernels' twins (`kernel_trial.py`). Raises `RuntimeError` if one of them
+    broke the device for this process.
     """
     try:
         with torch.inference_mode():
             graphs = GraphForward(GraphDecoder(light), max_length, depth)
             graphs.warm_up(pools)
-            lengths = [min(length, pools[0].shape[1], max_length) for length in _TRIAL_LENGTHS]
-            apart = max(_distance(graphs, pools, length) for length in lengths)
-            if apart <= _MOST_APART[light.dtype]:
+            apart = forward_apart(graphs, pools, max_length)
+            if apart <= MOST_APART[light.dtype]:
                 return graphs
             reason = f"its logits differ from those without kernels, by {apart:.3f} of what they vary"
     except Exception as error:  # whatever it is, the plain forward needs none of it
@@ -52,16 +49,6 @@ def ready(light: LightDecoder, pools: Sequence[torch.Tensor], max_length: int, d
         check_device(pools[0].device)
     logger.warning("the draft runs without kernels and CUDA graphs, and slower: %s", reason)
     return light
-
-
-def _distance(graphs: "GraphForward", pools: Sequence[torch.Tensor], length: int) -> float:
-    """How far logits after so many tokens are from those of the twins: root mean square, of their own spread."""
-    slots = np.arange(length)
-    group = causal_group(slots % graphs.graph_decoder.vocab_size, 0, slots, slots)
-    batch = flatten([group], pools[0].device, wanted=slots[-1:])
-    mine, expected = graphs.forward(batch, pools).float(), graphs.without_kernels(batch, pools).float()
-    apart = (mine - expected).square().mean().sqrt() / expected.std().clamp(min=1e-6)
-    return float(apart.nan_to_num(torch.inf))
 
 
 class GraphForward:
@@ -84,6 +71,7 @@ class GraphForward:
             vocab_size=1,
             dtype=decoder.dtype,
         )
+        self.max_sequences, self.vocab_size = self._shape.max_sequences, decoder.vocab_size
         self._buffers = RowBuffers(self._shape, decoder.device)
         self._hidden = torch.zeros(max_rows, decoder.hidden_size, dtype=decoder.dtype, device=decoder.device)
         self._runner = GraphRunner(decoder.device)
@@ -95,25 +83,33 @@ class GraphForward:
         rows = host_rows(batch.groups, self._shape.depth)
         count = len(rows.token_ids)
         if count <= self._shape.max_rows and len(rows.trunks) <= self._shape.max_sequences:
-            hidden = self._replay(rows, pools)[:count]
+            bucket = bucket_of(count, self._shape.max_rows)
+            per_block = self._per_block(int(np.bincount(rows.row_sequence).max()))
+            hidden = self._replay(rows, bucket, per_block, pools)
         else:
             hidden = self.graph_decoder.hidden(self._own_rows(rows), pools)
         return self.graph_decoder.logits(_wanted(hidden, batch))
 
+    def forward_in(self, batch: FlatBatch, bucket: int, per_block: int, pools: Sequence[torch.Tensor]) -> torch.Tensor:
+        """As `forward`, in the graph that is named."""
+        rows = host_rows(batch.groups, self._shape.depth)
+        return self.graph_decoder.logits(_wanted(self._replay(rows, bucket, per_block, pools), batch))
+
+    def graphs(self) -> list[tuple[int, int]]:
+        """Bucket and rows of a block of each."""
+        return [(b, per_block) for b in buckets(self._shape.max_rows) for per_block in sorted({1, self._per_block(b)})]
+
     def warm_up(self, pools: Sequence[torch.Tensor]) -> None:
         """Capture the graphs of all buckets, over rows that are all padding."""
-        for bucket in buckets(self._shape.max_rows):
-            for per_block in {1, self._per_block(bucket)}:
-                self._buffers.clear()
-                self._run(bucket, per_block, pools)
+        for bucket, per_block in self.graphs():
+            self._buffers.clear()
+            self._run(bucket, per_block, pools)
 
-    def _replay(self, rows: HostRows, pools: Sequence[torch.Tensor]) -> torch.Tensor:
-        bucket = bucket_of(len(rows.token_ids), self._shape.max_rows)
-        per_block = self._per_block(int(np.bincount(rows.row_sequence).max()))
+    def _replay(self, rows: HostRows, bucket: int, per_block: int, pools: Sequence[torch.Tensor]) -> torch.Tensor:
         self._buffers.fill(rows, bucket, per_block)
         self._buffers.fill_trunks(joined(rows.trunks))
         self._run(bucket, per_block, pools)
-        return self._hidden
+        return self._hidden[: len(rows.token_ids)]
 
     def _run(self, bucket: int, per_block: int, pools: Sequence[torch.Tensor]) -> None:
         static = self._buffers.rows(bucket, per_block)

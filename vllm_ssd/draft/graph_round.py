@@ -48,7 +48,7 @@ class GraphRound:
         chosen (None: all W). `graphs` False: launch every kernel, to compare.
         """
         self._decoder, self._pools, self._shape = decoder, pools, shape
-        self._vocab_size, self._top_m = vocab_size, top_m
+        self.vocab_size, self._top_m = vocab_size, top_m
         self._num_candidates = num_candidates or shape.width
         device = decoder.device
         self._rows = RowBuffers(shape, device)
@@ -221,7 +221,7 @@ class GraphRound:
             none = torch.full((len(logits),), -1, dtype=torch.int32, device=logits.device)
             width = self._shape.width
             self._tree.glue_values[part], self._tree.glue_ids[part] = fork(
-                logits, none, torch.full_like(none, width), width, self._vocab_size
+                logits, none, torch.full_like(none, width), width, self.vocab_size
             )
             del logits  # one part in memory at a time
 
@@ -236,7 +236,7 @@ class GraphRound:
         hidden = self._decoder.hidden(rows.rows(bucket, per_block), self._pools)
         for part in self._parts(bucket):
             laws = Laws(*(field[part] for field in tree.laws))
-            drawn = draw(self._decoder.logits(hidden[part]), laws, self._shape.width, self._vocab_size)
+            drawn = draw(self._decoder.logits(hidden[part]), laws, self._shape.width, self.vocab_size)
             tree.tokens[:, part].index_copy_(0, step, drawn.tokens[None])
             tree.law_ids[:, part].index_copy_(0, step, drawn.token_ids[None])
             tree.law_probs[:, part].index_copy_(0, step, drawn.probs[None])

@@ -99,7 +99,7 @@ class DraftModel:
     def _meet_usual_shapes(self) -> None:
         """Run every shape that one sequence usually comes in: on a CPU, oneDNN compiles a kernel for each."""
         num_slots = self._pools[0].shape[1]
-        for rows in filter(num_slots.__ge__, USUAL_ROWS):
+        for rows in filter(min(num_slots, self.max_length).__ge__, USUAL_ROWS):
             self.forward(_dummy_batch(rows, 1, self.device))
             if self.device.type == "cpu" and isinstance(self._decoder, light_decoder.LightDecoder):
                 for columns in usual_columns(min(num_slots, _WARM_UP_COLUMNS)):

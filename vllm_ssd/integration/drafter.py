@@ -15,14 +15,13 @@ import torch
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.v1.spec_decode.ngram_proposer import NgramProposer
 
-from vllm_ssd.draft.batch import to_device
+from vllm_ssd.integration.dense_laws import dense_torch, one_hot, sparse, tried_dense
 from vllm_ssd.integration.drafts import make_draft
 from vllm_ssd.integration.request_options import wants_drafts
 from vllm_ssd.metrics import PeriodicLog, Totals
 from vllm_ssd.prometheus import Exporter
 from vllm_ssd.proposer import DraftSampling, Proposal, Proposer, Row
 from vllm_ssd.sdsl.hint import SizeHint
-from vllm_ssd.tree import TokenLaw
 
 _MOST_TOP_K = 1 << 30  # more than any vocabulary, and within every integer type
 
@@ -44,6 +43,7 @@ class SaguaroDrafter:
         self._decode_tokens = 0  # tokens of this step if all its rows decode, else 0
         self._proposer: Proposer | None = None
         self._drafts = False  # this rank has the draft, and nothing of ours went wrong
+        self._dense = dense_torch
         if self._group.rank_in_group == 0:
             self._start(vllm_config, spec.real_vocab_size)
 
@@ -70,7 +70,7 @@ class SaguaroDrafter:
     def load_model(self, *_args: Any, **_kwargs: Any) -> None:
         """Wait for the draft; vLLM calls this after it loaded the target."""
         if self._group.device.type == "cuda":
-            _dense([_one_hot(0)], self._vocab_size, self._group.device)  # the first call compiles a kernel
+            self._dense = tried_dense(self._vocab_size, self._group.device)
         if self._proposer is not None:
             self._draft.wait_until_ready(self._config.draft_start_timeout)
 
@@ -208,28 +208,8 @@ class SaguaroDrafter:
             for i, token_id in enumerate(scheduled):
                 law = offer.laws[i] if known else None
                 sampled = sampled or law is not None
-                laws.append(law or _one_hot(token_id))
-        return _dense(laws, vocab_size, device) if sampled else None
-
-
-def _one_hot(token_id: int) -> TokenLaw:
-    return TokenLaw(np.array([token_id]), np.ones(1, dtype=np.float32))
-
-
-def _dense(laws: Sequence[TokenLaw], vocab_size: int, device) -> torch.Tensor:
-    """[len(laws), vocab_size] float32."""
-    shape = (len(laws), max(len(law.token_ids) for law in laws))
-    token_ids, probs = np.full(shape, -1, dtype=np.int32), np.zeros(shape, dtype=np.float32)
-    for row, law in enumerate(laws):
-        token_ids[row, : len(law.token_ids)] = law.token_ids
-        probs[row, : len(law.probs)] = law.probs
-    ids, q = to_device(token_ids, device), to_device(probs, device)
-    dense = torch.empty((len(laws), vocab_size), dtype=torch.float32, device=device)
-    if dense.is_cuda:
-        from vllm_ssd.kernels.sparse_q import dense_rows  # needs Triton, which CPU builds of torch come without
-
-        return dense_rows(ids, q, dense)
-    return dense.zero_().scatter_add_(1, ids.clamp(min=0).long(), q)
+                laws.append(law or one_hot(token_id))
+        return self._dense(*sparse(laws, device), vocab_size) if sampled else None
 
 
 def _exporter(vllm_config: Any) -> Exporter | None:
