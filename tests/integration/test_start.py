@@ -90,10 +90,18 @@ def test_several_draft_devices_where_there_is_one_draft(options, words):
     assert "draft_devices" in message and all(word in message for word in words), message
 
 
-def test_head_node_without_ranks():
-    """The head of data parallel ranks is refused for GPUs that only their nodes have."""
-    facts = {"data_parallel_size": 2, "data_parallel_size_local": 0, "data_parallel_address": "127.0.0.1"}
-    assert config_of(saguaro(draft_device="cuda:1"), **facts).speculative_config.saguaro.draft_device == "cuda:1"
+@pytest.mark.parametrize(
+    "facts",
+    (
+        {"data_parallel_size": 2, "data_parallel_size_local": 0, "data_parallel_address": "127.0.0.1"},
+        {"tensor_parallel_size": 3, "nnodes": 3, "node_rank": 2, "distributed_executor_backend": "mp"},
+    ),
+    ids=("no rank", "a later rank"),
+)
+def test_node_without_a_draft(facts):
+    """It is refused for devices that only the node of the draft has."""
+    spec = config_of(saguaro(draft_device="cuda:1"), **facts).speculative_config
+    assert spec.saguaro.draft_device == "cuda:1"
 
 
 def test_draft_with_another_tokenizer(tmp_path):

@@ -3,6 +3,7 @@
 import types
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -173,6 +174,37 @@ def test_gpus_of_the_target(
     if visible is not None:
         monkeypatch.setenv("GPUS_TO_SEE", visible)
     assert _target_gpus(types.SimpleNamespace(**{"world_size": 2, **facts}), num_ranks) == taken
+
+
+@pytest.mark.parametrize(
+    ("facts", "device"),
+    (
+        ({}, "cuda:2"),
+        ({"data_parallel_size": 2, "data_parallel_size_local": 2, "world_size": 1}, "cuda:2|cuda:3"),
+        ({"data_parallel_size": 2, "node_rank": 1}, "cuda:2"),  # the rank of this node, started by vLLM
+        ({"nnodes": 2, "node_rank_within_dp": 1, "world_size": 16, "local_world_size": 8}, "auto"),
+        ({"data_parallel_size": 2, "data_parallel_size_local": 0, "world_size": 8}, "auto"),
+        ({"data_parallel_size": 2, "data_parallel_external_lb": True}, None),
+        ({"data_parallel_size": 2, "data_parallel_rank_local": 0}, None),
+    ),
+)
+def test_the_gpu_of_a_machine_of_four(facts: dict, device: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Machines without a draft need a GPU for one, or a rank takes a GPU that another rank's target has."""
+    from vllm import platforms
+
+    from vllm_ssd.config import SaguaroConfig
+    from vllm_ssd.integration.start_checks import _draft_device
+
+    gpus = types.SimpleNamespace(is_cpu=lambda: False, device_type="cuda", device_control_env_var="GPUS_TO_SEE")
+    monkeypatch.setattr(platforms, "current_platform", gpus, raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    plain = {"world_size": 2, "use_ray": False, "data_parallel_size": 1, "data_parallel_size_local": 1}
+    parallel, config = types.SimpleNamespace(**{**plain, **facts}), SaguaroConfig("draft", 3)
+    if device is not None:
+        assert _draft_device(config, parallel) == device
+        return
+    with pytest.raises(ValueError, match="started one by one"):
+        _draft_device(config, parallel)
 
 
 @pytest.mark.parametrize(

@@ -66,8 +66,8 @@ def _draft_device(config: SaguaroConfig, parallel: Any) -> str:
     if config.draft_address is not None:
         _check_keys(config)
         return config.draft_device
-    if parallel.data_parallel_size_local == 0:  # the head of ranks on other nodes, which check theirs
-        return config.draft_device
+    if parallel.data_parallel_size_local == 0 or getattr(parallel, "node_rank_within_dp", 0) > 0:
+        return config.draft_device  # rank 0, which has the draft, is on another node, which checks its own
     import torch
     from vllm import envs
     from vllm.platforms import current_platform
@@ -93,7 +93,7 @@ def _draft_device(config: SaguaroConfig, parallel: Any) -> str:
         left = choose_cores(envs.VLLM_CPU_OMP_THREADS_BIND, os.sched_getaffinity(0))
         found = split_cores(left, num_ranks) if num_ranks > 1 else [left]
     elif found is None:
-        if parallel.data_parallel_size > num_ranks == 1:
+        if num_ranks == 1 and _others_may_be_here(parallel):
             raise ValueError(
                 "speculative_config['draft_device'] is 'auto': data parallel ranks that are started one by one do not "
                 "see which GPUs the others take; name one that this rank sees and no target takes, for example "
@@ -103,6 +103,18 @@ def _draft_device(config: SaguaroConfig, parallel: Any) -> str:
     if platform != "cpu":
         check_shared_gpus(found, _target_gpus(parallel, num_ranks), config.draft_kv_cache_memory_bytes)
     return "|".join(map(str, found))
+
+
+def _others_may_be_here(parallel: Any) -> bool:
+    """Whether data parallel ranks that other programs start may run on this machine.
+
+    Else a program starts all of a machine's ranks, and one alone may be all.
+    """
+    one_by_one = (
+        getattr(parallel, "data_parallel_external_lb", False)
+        or getattr(parallel, "data_parallel_rank_local", None) is not None
+    )
+    return parallel.data_parallel_size > 1 and one_by_one
 
 
 def _target_gpus(parallel: Any, num_ranks: int) -> set[int]:
