@@ -31,6 +31,19 @@ def use_device(name: str) -> None:
         torch.cuda.set_device(name)
 
 
+def gpu_index(gpu_id: str, visible: str | None) -> int:
+    """Which of the GPUs that a process sees has this id.
+
+    `visible`: its CUDA_VISIBLE_DEVICES; None or "": all, by their numbers. Raises `ValueError` if it does not see it.
+    """
+    if not visible:
+        return int(gpu_id)
+    ids = [each.strip() for each in visible.split(",")]
+    if gpu_id not in ids:
+        raise ValueError(f"the draft was given the GPU {gpu_id!r}, but CUDA_VISIBLE_DEVICES is {visible!r}")
+    return ids.index(gpu_id)
+
+
 def parse_cores(text: str) -> tuple[int, ...]:
     """ "2-5,8" → (2, 3, 4, 5, 8). Raises `ValueError` on anything else."""
     cores: set[int] = set()

@@ -13,6 +13,7 @@ from vllm_ssd.devices import (
     check_shared_gpus,
     choose_cores,
     choose_gpus,
+    gpu_index,
     parse_cores,
     read_draft_device,
     read_group,
@@ -131,6 +132,20 @@ def test_no_gpu_left_is_refused(num_gpus: int) -> None:
     """The draft and the target share a GPU without the user knowing."""
     with pytest.raises(ValueError, match=f"draft_device.*2 of {num_gpus} .*leaves none for 1 draft;"):
         choose_gpus(num_gpus, {0, 1}, 1)
+
+
+@pytest.mark.parametrize(
+    ("gpu_id", "visible", "index"),
+    (("1", None, 1), ("3", "", 3), ("4", "4,5", 0), ("0", "1, 0", 1), ("GPU-b", "GPU-a,GPU-b", 1)),
+)
+def test_a_gpu_by_its_id(gpu_id: str, visible: str | None, index: int) -> None:
+    """The draft takes the GPU that has the id's number among those it sees: none, or another's."""
+    assert gpu_index(gpu_id, visible) == index
+
+
+def test_a_gpu_that_is_not_seen_is_refused() -> None:
+    with pytest.raises(ValueError, match="the GPU '0', but CUDA_VISIBLE_DEVICES is '4,5'"):
+        gpu_index("0", "4,5")
 
 
 def test_too_few_gpus_are_refused() -> None:

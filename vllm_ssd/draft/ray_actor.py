@@ -19,7 +19,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from vllm_ssd.addresses import Keys, new_keys
 from vllm_ssd.config import SaguaroConfig
-from vllm_ssd.devices import DraftDevice, parse_cores
+from vllm_ssd.devices import DraftDevice, gpu_index, parse_cores
 from vllm_ssd.draft.identity import Identity
 from vllm_ssd.draft.remote import RemoteDraft
 from vllm_ssd.messages import Failed
@@ -94,7 +94,8 @@ def _device(setting: str) -> DraftDevice:
         return DraftDevice("cpu", parse_cores(setting.removeprefix("cpu:")))
     # Ray shows the actor its GPU only, unless it was told to leave CUDA_VISIBLE_DEVICES alone.
     if os.environ.get("RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES", "0") not in ("", "0"):
-        return DraftDevice(f"cuda:{ray.get_runtime_context().get_accelerator_ids()['GPU'][0]}")
+        gpu_id = ray.get_runtime_context().get_accelerator_ids()["GPU"][0]  # as the node's variable names it
+        return DraftDevice(f"cuda:{gpu_index(gpu_id, os.environ.get('CUDA_VISIBLE_DEVICES'))}")
     return DraftDevice("cuda:0")
 
 
