@@ -74,12 +74,14 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", type=arguments.device, default="cuda", help="cuda (default), cuda:1 or cpu")
     parser.add_argument("--drafts", nargs="+", choices=DRAFTS, default=["0.5b", "1b"])
-    parser.add_argument("--branches", nargs="+", type=int, default=[1, 8, 24, 96, 256])
-    parser.add_argument("--context", type=int, default=1024, help="tokens of the sequence, the trunk included")
+    parser.add_argument("--branches", nargs="+", type=arguments.positive, default=[1, 8, 24, 96, 256])
+    parser.add_argument(
+        "--context", type=arguments.positive, default=1024, help="tokens of the sequence, the trunk included"
+    )
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     parser.add_argument("--temperature", type=float, default=0.0, help="of the rows; 0 drafts by argmax")
     parser.add_argument("--compile", action="store_true", help="fuse what lies between the products: torch.compile")
-    parser.add_argument("--repeats", type=int, default=20, help="trees of 8 steps each")
+    parser.add_argument("--repeats", type=arguments.positive, default=20, help="trees of 8 steps each")
     parser.add_argument("--json", type=arguments.file_to_write, help="file for the results")
     return parser.parse_args()
 

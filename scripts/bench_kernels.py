@@ -133,7 +133,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", type=arguments.device, default="cuda", help="cuda (default), cuda:1 or cpu")
     parser.add_argument("--only", nargs="*", help="kernels to time, by the name in the first column")
-    parser.add_argument("--repeats", type=int, default=30)
+    parser.add_argument("--repeats", type=arguments.positive, default=30)
     parser.add_argument("--no-twins", action="store_true", help="leave the twins out; they take most of the time")
     parser.add_argument("--small", action="store_true", help="small shapes, to try the script")
     parser.add_argument("--json", type=arguments.file_to_write, help="file for the results")

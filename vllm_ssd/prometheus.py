@@ -61,7 +61,7 @@ _FALLBACKS = {"draft": "fallback_draft", "ngram": "fallback_ngram", "none": "fal
 
 METRICS = (
     _counter("rounds", "Steps of the target after which drafts were handed out."),
-    _counter("verified_rows", "Requests whose drafts were verified, summed over rounds."),
+    _counter("verified_rows", "Requests that emitted tokens, summed over rounds."),
     _counter("lookups", "Requests, summed over rounds, that looked for drafts in their tree."),
     _counter("hits", "Lookups that found all the drafts the request could take."),
     _counter("part_hits", "Lookups that found some of them."),

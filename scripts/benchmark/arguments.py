@@ -11,6 +11,13 @@ if TYPE_CHECKING:
     import torch
 
 
+def positive(text: str) -> int:
+    """A whole number from 1 on."""
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number, at least 1")
+    return int(text)
+
+
 def device(text: str) -> "torch.device":
     """`cuda`, `cuda:N` or `cpu`."""
     import torch

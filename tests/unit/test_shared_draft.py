@@ -610,6 +610,17 @@ def test_a_folder_that_does_not_exist_is_named() -> None:
     assert run.returncode == 2 and run.stderr == "vllm-ssd serve-draft: MODEL is '/no/such'; there is no such folder\n"
 
 
+def test_serve_draft_names_a_model_that_the_hub_does_not_give(tmp_path: Path) -> None:
+    """A mistyped name of the hub ends with a sentence about a connection."""
+    options = ["--device", "cpu:0", "--listen", f"ipc://{tmp_path}/draft"]
+    command = [sys.executable, "-m", "vllm_ssd.cli", "serve-draft", "no-such-draft", *options]
+    run = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+    assert run.returncode == 2
+    assert run.stderr.splitlines()[-1].startswith(
+        "vllm-ssd serve-draft: MODEL is 'no-such-draft', which cannot be read ("
+    )
+
+
 @pytest.mark.parametrize("options", WRONG_COMMANDS)
 def test_wrong_options_of_the_command(options: str) -> None:
     """The command ends with a traceback, or starts."""

@@ -87,6 +87,9 @@ def make_server(config: SaguaroConfig, address: str, keys: str | None, max_targe
     hub = Hub(address, None if keys is None else drafts_keys(keys))
     try:
         return load(config, device, hub, max_targets), hub
+    except OSError as error:  # of transformers: the address is bound
+        hub.close()
+        raise ValueError(f"MODEL is {config.model!r}, which cannot be read ({_first_line(error)})") from error
     except BaseException:
         hub.close()
         raise
