@@ -314,7 +314,15 @@ def _patch_no_empty_step() -> None:
     del SaguaroRunner._sample
 
 
+def _patch_full_depth() -> None:
+    """As many drafts as were asked for, whether they pay or not."""
+    from vllm_ssd.depth import DepthControl
+
+    DepthControl._best = lambda self, rows: self._most
+
+
 PATCHES = {
+    "full_depth": _patch_full_depth,
     "flat_q": _patch_flat_q,
     "q_of_another_row": _patch_q_of_another_row,
     "no_mends": _patch_no_mends,

@@ -3,7 +3,14 @@
 import functools
 from collections.abc import Callable
 
+import numpy as np
 import pytest
+import torch
+
+from vllm_ssd.integration.dense_laws import dense_torch
+from vllm_ssd.integration.drafter import SaguaroDrafter
+from vllm_ssd.proposer import Proposal
+from vllm_ssd.tree import TokenLaw
 
 from .engine import EngineProcess, saguaro
 from .tiny import (
@@ -133,6 +140,41 @@ def test_law_while_c_is_searched(tiny_pair, laws):
     """saguaro_c "auto": each tree is drawn with another C, chosen by what earlier ones brought."""
     with start(tiny_pair, fallback="draft", saguaro_c="auto") as engine:
         check_law(lambda: sample(engine, 2 * SAMPLES, PROMPT, temperature=1.0), laws["plain"].joint(), "C searched")
+
+
+def test_drafts_of_rows_that_wait_keep_their_laws(tiny_pair):
+    """More drafts than a step takes: a row that is left out is verified without its law, and accepts less."""
+    slow, _ = tiny_pair
+    options = {"draft_dtype": "float32", "draft_top_m": VOCAB, "tree_budget": 12, "fallback": "draft"}
+    engine_options = {"max_model_len": 64, "max_num_seqs": 9, "max_num_batched_tokens": 36, "patches": ("full_depth",)}
+    with EngineProcess(saguaro(slow.with_name("target"), 8, **options), model=slow, **engine_options) as engine:
+        sample(engine, 60, PROMPT, temperature=1.0, max_tokens=40)
+        stats = engine.stats()
+    verified, accepted = (
+        sum(stats[f"{what}_drafts_{source}"] for source in ("tree", "part", "draft"))
+        for what in ("verified", "accepted")
+    )
+    assert verified > 500 and accepted >= 0.99 * verified
+
+
+def test_laws_of_a_step() -> None:
+    """A draft's q is another draft's, or that of a token that was not drawn is no one-hot."""
+    drafter = SaguaroDrafter.__new__(SaguaroDrafter)  # what has no part in it needs an engine
+    drafter._dense = dense_torch
+    first, second = (TokenLaw(np.array(ids), np.array([0.25, 0.75], np.float32)) for ids in ([1, 6], [2, 0]))
+    drafter._scheduled = {"drawn": [1, 2], "looked up": [3, 3], "other": [4], "none": []}
+    drafter._offered = {
+        "drawn": Proposal([1, 2, 5], [first, second, first]),
+        "looked up": Proposal([3, 3], [None, None]),
+        "other": Proposal([6], [first]),
+    }
+    found = drafter.draft_probs(list(drafter._scheduled), [2, 2, 1, 0], 7, torch.device("cpu"))
+    expected = torch.zeros(5, 7)
+    expected[0, [1, 6]] = expected[1, [2, 0]] = torch.tensor([0.25, 0.75])
+    expected[[2, 3, 4], [3, 3, 4]] = 1.0
+    assert torch.equal(found, expected)
+    del drafter._offered["drawn"]
+    assert drafter.draft_probs(list(drafter._scheduled), [2, 2, 1, 0], 7, torch.device("cpu")) is None
 
 
 def test_law_with_ngram_rows_mixed_in(tiny_pair, laws):

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -107,6 +108,28 @@ def test_node_without_a_draft(facts):
 def test_draft_with_another_tokenizer(tmp_path):
     _, draft = make_pair(tmp_path)
     assert "tokenizer" in refusal(saguaro(draft))
+
+
+def test_draft_whose_tokens_have_other_ids(tmp_path):
+    """Vocabularies of one size are taken for one vocabulary."""
+    draft = tmp_path / "draft"
+    shutil.copytree(DRAFT, draft)
+    tokenizer = json.loads((draft / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    first, second = list(vocabulary)[300:302]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    (draft / "tokenizer.json").write_text(json.dumps(tokenizer))
+    assert "is not the target's" in refusal(saguaro(draft))
+
+
+def test_target_without_a_tokenizer(tmp_path):
+    """Whoever skips the tokenizer reads of backends that cannot be instantiated."""
+    target = tmp_path / "target"
+    target.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (target / name).symlink_to(TARGET / name)
+    message = refusal(saguaro(), model=str(target), skip_tokenizer_init=True)
+    assert f"tokenizer is {str(target)!r}, which cannot be read" in message
 
 
 def test_folder_without_a_model(tmp_path):

@@ -689,10 +689,10 @@ FAN_OUT = [2, 3, 1, 0, 4]
 SAMPLING = {"temperature": 0.7, "top_k": 12, "top_p": 0.9}
 
 
-@pytest.mark.parametrize("saguaro_c", (0.5, "auto"))
-def test_sampled_drafts_come_with_the_law_they_were_drawn_from(saguaro_c: float | str) -> None:
+@pytest.mark.parametrize(("saguaro_c", "top_m"), ((0.5, 16), ("auto", 16), (0.5, 8)))
+def test_sampled_drafts_come_with_the_law_they_were_drawn_from(saguaro_c: float | str, top_m: int) -> None:
     """A law is not σ_{F,C} of its position, does not sum to 1, or does not hold its token: the output is wrong."""
-    target, _ = make(fan_out=FAN_OUT, saguaro_c=saguaro_c, draft_top_m=16)
+    target, _ = make(fan_out=FAN_OUT, saguaro_c=saguaro_c, draft_top_m=top_m)
     possible = (0.5,) if saguaro_c == 0.5 else SaguaroBandit("auto").values
     sampled = [target.start(seq_id, PROMPT[seq_id:], **SAMPLING) for seq_id in (0, 2)]
     target.tell([*sampled, target.start(1, PROMPT[::-1])])
@@ -712,9 +712,9 @@ def test_sampled_drafts_come_with_the_law_they_were_drawn_from(saguaro_c: float 
             found[token_ids] += probs
             logits = context_logits(bet.prefix + tuple(bet.chain[:i]))
             expected = [
-                reference_law(logits, 16, *SAMPLING.values(), fan_out=FAN_OUT[i], saguaro_c=c) for c in possible
+                reference_law(logits, top_m, *SAMPLING.values(), fan_out=FAN_OUT[i], saguaro_c=c) for c in possible
             ]
-            assert len(token_ids) == 16
+            assert len(token_ids) == top_m
             assert probs.sum() == pytest.approx(1.0, abs=1e-5)
             assert found[token] > 0
             used = [c for c, law in zip(possible, expected) if np.allclose(found, law, atol=1e-5)]

@@ -35,7 +35,7 @@ def make_engine(
 
     Raises `ValueError` if the environment variable holds something else.
     """
-    choice = os.environ.get(VARIABLE, "auto")
+    choice = os.environ.get(VARIABLE) or "auto"
     if choice not in _CHOICES:
         raise ValueError(f"{VARIABLE} is {choice!r}; it must be one of {', '.join(_CHOICES)}.")
     device_round = None

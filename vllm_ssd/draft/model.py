@@ -83,7 +83,7 @@ class DraftModel:
         On a GPU the forward is in graphs from here on, if that works, and unless the environment variable
         `VLLM_SSD_KERNELS` is "off". Raises `ValueError` if it is anything but that or "auto".
         """
-        wanted = os.environ.get(_KERNELS_VARIABLE, "auto")
+        wanted = os.environ.get(_KERNELS_VARIABLE) or "auto"
         if wanted not in ("auto", "off"):
             raise ValueError(f"{_KERNELS_VARIABLE} is {wanted!r}; it must be auto or off.")
         light = isinstance(self._decoder, light_decoder.LightDecoder)

@@ -145,7 +145,10 @@ class SaguaroDrafter:
                 self._switch_off()
         if self._group.world_size > 1 and not batch.sampling_metadata.all_greedy:
             proposals = self._group.broadcast_object(proposals, src=0)
-        self._offered = proposals
+        # A row that is not in this step keeps its drafts at the scheduler, and so must their laws be kept.
+        here = set(batch.req_ids)
+        waiting = {req_id: offer for req_id, offer in self._offered.items() if req_id not in here}
+        self._offered = {**waiting, **proposals}
         if self._proposer is None:
             return [[] for _ in batch.req_ids]
         return [proposals[req_id].token_ids if req_id in proposals else [] for req_id in batch.req_ids]

@@ -180,9 +180,15 @@ def _check_models(config: SaguaroConfig, target: Any) -> int:
             f"speculative_config['model']: the tokenizer of {config.model!r} cannot be read "
             f"({str(error).splitlines()[0]}); it is needed to see that draft and target share one."
         ) from error
-    target_tokenizer = AutoTokenizer.from_pretrained(
-        target.tokenizer, revision=target.tokenizer_revision, trust_remote_code=target.trust_remote_code
-    )
+    try:
+        target_tokenizer = AutoTokenizer.from_pretrained(
+            target.tokenizer, revision=target.tokenizer_revision, trust_remote_code=target.trust_remote_code
+        )
+    except Exception as error:
+        raise ValueError(
+            f"tokenizer is {target.tokenizer!r}, which cannot be read ({str(error).splitlines()[0]}); method 'saguaro' "
+            "needs the target's tokenizer to see that draft and target share one."
+        ) from error
     vocabulary = target_tokenizer.get_vocab()
     if draft_tokenizer.get_vocab() != vocabulary:
         raise ValueError(
