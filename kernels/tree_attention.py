@@ -268,12 +268,12 @@ def tree_attention_torch(queries: torch.Tensor, pool: torch.Tensor, tree: Tree, 
         dim=1,
     )  # [R, width + D]
     slots = torch.where(attends, slots, 0).long()
-    keys, values = pool.float().view(2, groups, -1, head_size).unbind(0)
+    keys, values = pool.view(2, groups, -1, head_size).unbind(0)
     query = queries.float().reshape(rows, groups, heads // groups, head_size)
-    score = torch.einsum("rghe,grce->rghc", query, keys[:, slots]) * scale
+    score = torch.einsum("rghe,grce->rghc", query, keys[:, slots].float()) * scale
     score = score.masked_fill(~attends[:, None, None], torch.finfo(torch.float32).min)
     weight = score.softmax(dim=-1).masked_fill(~attends[:, None, None], 0.0)
-    read = values[:, slots].masked_fill(~attends[..., None], 0.0)  # what is not attended to may be NaN
+    read = values[:, slots].float().masked_fill(~attends[..., None], 0.0)  # what is not attended to may be NaN
     return torch.einsum("rghc,grce->rghe", weight, read).reshape(rows, heads, head_size).to(queries.dtype)
 
 

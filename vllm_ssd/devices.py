@@ -36,9 +36,9 @@ def gpu_index(gpu_id: str, visible: str | None) -> int:
 
     `visible`: its CUDA_VISIBLE_DEVICES; None or "": all, by their numbers. Raises `ValueError` if it does not see it.
     """
-    if not visible:
+    if not (visible or "").strip():
         return int(gpu_id)
-    ids = [each.strip() for each in visible.split(",")]
+    gpu_id, ids = gpu_id.strip(), [each.strip() for each in visible.split(",")]
     if gpu_id not in ids:
         raise ValueError(f"the draft was given the GPU {gpu_id!r}, but CUDA_VISIBLE_DEVICES is {visible!r}")
     return ids.index(gpu_id)

@@ -364,6 +364,43 @@ def test_kernels_that_choose_something_else_are_not_used(
     assert "its candidates and draws differ" in caplog.text
 
 
+@pytest.mark.parametrize("graph", ("_step", "_glue"))
+def test_graphs_of_a_round_that_go_wrong_are_not_used(
+    graph: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All but the graph of one row are taken as they are."""
+    right = getattr(GraphRound, graph)
+
+    def broken(self: GraphRound, bucket: int, per_block: int) -> None:
+        right(self, bucket, per_block)
+        if bucket > 1:
+            self._tree.law_values[:, 1:bucket] = self._tree.glue_values[1:bucket] = 0.0
+
+    monkeypatch.setattr(GraphRound, graph, broken)
+    monkeypatch.setenv("VLLM_SSD_DEVICE_ROUNDS", "on")
+    model, config = model_and_config()
+    assert type(make_engine(model, config, NUM_SLOTS, WHOLE, 4, 64)) is DraftEngine
+    assert "its logits differ from those of the plain forward" in caplog.text
+
+
+@pytest.mark.parametrize("width", (1, 10, 20, 40, 64))
+@pytest.mark.parametrize(
+    "logits", (torch.zeros(8, 97), 1000 * torch.randn(8, 97, generator=torch.Generator().manual_seed(0)))
+)
+def test_draws_from_logits_that_tie_or_are_large(
+    width: int, logits: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels that sum in another order are refused."""
+    right = kernel_trial.draw
+
+    def rounded(*args, backend: str | None = None):
+        drawn = right(*args, backend=backend)
+        return drawn if backend else drawn._replace(probs=drawn.probs * (1 + 1e-6))
+
+    monkeypatch.setattr(kernel_trial, "draw", rounded)
+    assert kernel_trial._draws_agree(logits, width, 97)
+
+
 @pytest.mark.parametrize("options", ({}, {"draft_top_m": 64}, {"draft_top_m": 1, "fan_out": [1, 1, 1, 1]}), ids=str)
 @pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
 def test_the_trial_of_a_round_passes_where_it_works(dtype: str, options: dict) -> None:

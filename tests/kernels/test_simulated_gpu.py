@@ -378,6 +378,17 @@ def test_a_kernel_of_laws_that_goes_wrong_is_not_taken(
     assert f"without a Triton kernel: {reason}" in caplog.text
 
 
+def test_a_kernel_of_laws_that_breaks_the_device_ends_the_start(
+    gpu: SimulatedGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The target goes on with a GPU that it cannot use, and whoever knows of it cannot do without the kernel."""
+    gpu.faulty = "dense"
+    with pytest.raises(RuntimeError, match="cuda:1 is lost to this process: .* VLLM_SSD_KERNELS=off"):
+        dense_laws.tried_dense(4096, DEVICE)
+    monkeypatch.setenv("VLLM_SSD_KERNELS", "off")
+    assert dense_laws.tried_dense(4096, DEVICE) is dense_laws.dense_torch
+
+
 # ---- the simulation notices ----
 
 

@@ -136,7 +136,7 @@ def test_no_gpu_left_is_refused(num_gpus: int) -> None:
 
 @pytest.mark.parametrize(
     ("gpu_id", "visible", "index"),
-    (("1", None, 1), ("3", "", 3), ("4", "4,5", 0), ("0", "1, 0", 1), ("GPU-b", "GPU-a,GPU-b", 1)),
+    (("1", None, 1), ("3", "", 3), ("4", "4,5", 0), ("0", "1, 0", 1), (" 0", "1, 0", 1), ("GPU-b", "GPU-a,GPU-b", 1)),
 )
 def test_a_gpu_by_its_id(gpu_id: str, visible: str | None, index: int) -> None:
     """The draft takes the GPU that has the id's number among those it sees: none, or another's."""

@@ -41,6 +41,8 @@ def make_engine(
     device_round = None
     if choice == "on" or (choice == "auto" and model.device.type == "cuda"):
         device_round = _ready_round(model, config, num_slots, part, max_sequences, max_length)
+    if model.device.type == "cuda":
+        torch.cuda.empty_cache()  # what the trial took, which the target may need
     check_device(model.device)  # a fault that nobody waited for yet would be the first request's
     logger.info("trees grow %s", "step by step" if device_round is None else "on the device")
     if device_round is None:
@@ -58,12 +60,11 @@ def _ready_round(
         device_round = make_round(model, config, part, max_sequences, max_length)
         if device_round is None:
             return None  # no Llama-shaped draft, or its forward is not in graphs, which has been said
-        from vllm_ssd.draft.kernel_trial import ROUND_TOKENS, round_difference  # needs Triton, as above
+        from vllm_ssd.draft.kernel_trial import has_room, round_difference  # needs Triton, as above
 
-        if min(num_slots, model.max_length) < ROUND_TOKENS + device_round.shape.depth:
-            return None  # no room for a tree
-        reason = round_difference(device_round, model)
-        if reason is None:
+        if not has_room(device_round, num_slots, model.max_length):
+            reason = "its KV cache or its context is too small to try them"
+        elif (reason := round_difference(device_round, model)) is None:
             return device_round
     except Exception as error:  # whatever it is, the engine that steps from the host needs none of it
         reason = f"{type(error).__name__}: {error}"

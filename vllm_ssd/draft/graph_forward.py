@@ -18,7 +18,7 @@ from vllm_ssd.draft.graph_buffers import RowBuffers, Shape
 from vllm_ssd.draft.graph_decoder import GraphDecoder, Rows
 from vllm_ssd.draft.graph_rows import HostRows, aligned, host_rows, joined
 from vllm_ssd.draft.graph_runner import GraphRunner, bucket_of, buckets, check_device
-from vllm_ssd.draft.kernel_trial import MOST_APART, forward_apart
+from vllm_ssd.draft.kernel_trial import forward_difference
 from vllm_ssd.draft.light_decoder import LightDecoder
 from vllm_ssd.kernels.tree_layout import rows_per_block
 
@@ -40,10 +40,9 @@ def ready(light: LightDecoder, pools: Sequence[torch.Tensor], max_length: int, d
         with torch.inference_mode():
             graphs = GraphForward(GraphDecoder(light), max_length, depth)
             graphs.warm_up(pools)
-            apart = forward_apart(graphs, pools, max_length)
-            if apart <= MOST_APART[light.dtype]:
+            reason = forward_difference(graphs, pools, max_length)
+            if reason is None:
                 return graphs
-            reason = f"its logits differ from those without kernels, by {apart:.3f} of what they vary"
     except Exception as error:  # whatever it is, the plain forward needs none of it
         reason = f"{type(error).__name__}: {error}"
         check_device(pools[0].device)
@@ -71,10 +70,14 @@ class GraphForward:
             vocab_size=1,
             dtype=decoder.dtype,
         )
-        self.max_sequences, self.vocab_size = self._shape.max_sequences, decoder.vocab_size
         self._buffers = RowBuffers(self._shape, decoder.device)
         self._hidden = torch.zeros(max_rows, decoder.hidden_size, dtype=decoder.dtype, device=decoder.device)
         self._runner = GraphRunner(decoder.device)
+
+    @property
+    def shape(self) -> Shape:
+        """The sizes of its buffers; no logits are in them."""
+        return self._shape
 
     def forward(self, batch: FlatBatch, pools: Sequence[torch.Tensor]) -> torch.Tensor:
         """Write the tokens' KV to their slots; logits of the wanted rows, [R, padded vocabulary]."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable
 
 import torch
 
+KERNELS_VARIABLE = "VLLM_SSD_KERNELS"  # "off": neither kernels nor graphs
 _BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 
 
@@ -67,6 +68,6 @@ def check_device(device: torch.device) -> None:
         torch.cuda.synchronize(device)
     except Exception as error:
         raise RuntimeError(
-            f"{device} is lost to this process: {error}; if it happens again, VLLM_SSD_KERNELS=off in the environment "
-            "of vLLM has the draft compute without kernels and CUDA graphs"
+            f"{device} is lost to this process: {error}; if it happens again, {KERNELS_VARIABLE}=off in the "
+            "environment of vLLM has the draft compute without kernels and CUDA graphs"
         ) from error

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from vllm_ssd.config import SaguaroConfig
 from vllm_ssd.draft import light_decoder, pool_attention
 from vllm_ssd.draft.batch import USUAL_ROWS, FlatBatch, Group, flatten, usual_columns
-from vllm_ssd.draft.graph_runner import check_device
+from vllm_ssd.draft.graph_runner import KERNELS_VARIABLE, check_device
 
 if TYPE_CHECKING:
     from vllm_ssd.draft.graph_decoder import GraphDecoder
@@ -26,7 +26,6 @@ logger = logging.getLogger("vllm_ssd.draft")
 
 _FREE_MEMORY_SHARE = {"cpu": 0.1, "cuda": 0.85}
 _WARM_UP_COLUMNS = 1024  # slots that a row attends to; more are met as they come
-_KERNELS_VARIABLE = "VLLM_SSD_KERNELS"
 
 
 class DraftModel:
@@ -83,14 +82,15 @@ class DraftModel:
         On a GPU the forward is in graphs from here on, if that works, and unless the environment variable
         `VLLM_SSD_KERNELS` is "off". Raises `ValueError` if it is anything but that or "auto".
         """
-        wanted = os.environ.get(_KERNELS_VARIABLE) or "auto"
+        wanted = os.environ.get(KERNELS_VARIABLE) or "auto"
         if wanted not in ("auto", "off"):
-            raise ValueError(f"{_KERNELS_VARIABLE} is {wanted!r}; it must be auto or off.")
+            raise ValueError(f"{KERNELS_VARIABLE} is {wanted!r}; it must be auto or off.")
         light = isinstance(self._decoder, light_decoder.LightDecoder)
         if self.device.type == "cuda" and light and wanted == "auto":
             from vllm_ssd.draft import graph_forward  # needs Triton, which CPU builds of torch come without
 
             self._decoder = graph_forward.ready(self._decoder, self._pools, self.max_length, self._depth)
+            torch.cuda.empty_cache()  # what the trial took
         logger.info("draft forward: %s", type(self._decoder).__name__)
         self._meet_usual_shapes()
         check_device(self.device)

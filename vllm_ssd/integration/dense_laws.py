@@ -1,12 +1,14 @@
 """The laws of drafts as rows that vLLM's rejection sampler reads, on the target's device."""
 
 import logging
+import os
 from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 
 from vllm_ssd.draft.batch import to_device
+from vllm_ssd.draft.graph_runner import KERNELS_VARIABLE, check_device
 from vllm_ssd.tree import TokenLaw
 
 logger = logging.getLogger("vllm.saguaro")
@@ -41,7 +43,12 @@ def _dense_kernel(token_ids: torch.Tensor, probs: torch.Tensor, vocab_size: int)
 
 
 def tried_dense(vocab_size: int, device: torch.device) -> Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]:
-    """The kernel, compiled, if it gives what PyTorch gives: the target's law depends on it."""
+    """The kernel, compiled, if it gives what PyTorch gives: the target's law depends on it.
+
+    PyTorch, too, if `VLLM_SSD_KERNELS` is "off". Raises `RuntimeError` if the kernel broke the device.
+    """
+    if os.environ.get(KERNELS_VARIABLE) == "off":
+        return dense_torch
     spread = np.arange(min(64, vocab_size)) * (vocab_size - 1) // 63
     laws = [one_hot(vocab_size - 1), TokenLaw(spread, np.arange(1, len(spread) + 1, dtype=np.float32) / 4096)]
     try:
@@ -51,5 +58,6 @@ def tried_dense(vocab_size: int, device: torch.device) -> Callable[[torch.Tensor
         reason = "its rows differ from PyTorch's"
     except Exception as error:  # whatever it is, PyTorch needs none of it
         reason = f"{type(error).__name__}: {error}"
+        check_device(device)
     logger.warning("saguaro: the laws of drafts are made dense without a Triton kernel: %s", reason)
     return dense_torch
