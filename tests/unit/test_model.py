@@ -196,9 +196,14 @@ def test_a_loaded_model_runs_over_its_own_pools(name: str, tmp_path: Path) -> No
 
 def test_a_short_context_is_warmed_up(tmp_path: Path) -> None:
     """The warm-up asks for positions that the draft does not have."""
-    draft = saved(tiny("llama", max_position_embeddings=20), tmp_path)
+    model = tiny("llama", max_position_embeddings=20)
+    draft = saved(model, tmp_path)
     draft.allocate_kv_cache(None, most_useful=NUM_SLOTS)
     draft.warm_up()
+    tokens = list(range(20))
+    with torch.inference_mode():
+        logits = draft.forward(flatten([causal_group(tokens, 0, np.arange(NUM_SLOTS))], CPU))
+    assert torch.allclose(logits, plain_logits(model, tokens), atol=1e-3)
 
 
 @pytest.mark.parametrize("dtype", ("float32", "bfloat16", "float16"))
