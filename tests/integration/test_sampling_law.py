@@ -1,6 +1,7 @@
 """Sampled text has exactly the target's law: chi-squared tests against the law computed to the end."""
 
 import functools
+import types
 from collections.abc import Callable
 
 import numpy as np
@@ -175,6 +176,22 @@ def test_laws_of_a_step() -> None:
     assert torch.equal(found, expected)
     del drafter._offered["drawn"]
     assert drafter.draft_probs(list(drafter._scheduled), [2, 2, 1, 0], 7, torch.device("cpu")) is None
+
+
+def test_laws_of_finished_rows_are_dropped() -> None:
+    """Laws stay for rows that wait, and so for rows that never come back."""
+    drafter = SaguaroDrafter.__new__(SaguaroDrafter)
+    drafter._drafts = False
+    drafter._offered = {"finished": Proposal([1], [None]), "waiting": Proposal([2], [None])}
+    step = {
+        "scheduled_spec_decode_tokens": {},
+        "num_scheduled_tokens": {},
+        "scheduled_new_reqs": [],
+        "total_num_scheduled_tokens": 0,
+        "finished_req_ids": {"finished"},
+    }
+    drafter.begin_step(types.SimpleNamespace(**step))
+    assert list(drafter._offered) == ["waiting"]
 
 
 def test_law_with_ngram_rows_mixed_in(tiny_pair, laws):
