@@ -32,7 +32,8 @@ from vllm_ssd.draft import light_decoder, pool_attention
 from vllm_ssd.draft.batch import Group, flatten
 from vllm_ssd.draft.graph_buffers import Shape, tree_bytes
 from vllm_ssd.draft.graph_decoder import GraphDecoder
-from vllm_ssd.draft.graph_round import GraphRound, Planting
+from vllm_ssd.draft.graph_planting import Planting
+from vllm_ssd.draft.graph_round import GraphRound
 from vllm_ssd.draft.graph_rows import aligned
 from vllm_ssd.sampling import top_tokens
 
@@ -140,10 +141,11 @@ def step_times(model: LlamaForCausalLM, branches: int, args: argparse.Namespace,
         graph_round = GraphRound(decoder, pools, shape, vocab_size, _TOP_M, graphs=way == "graphs")
         graph_round.warm_up()
         graph_round.set_trunks([trunk])
-        planting = Planting(0, args.context, tails, temperature=args.temperature)
+        bets = [(0, token) for token in range(branches)]
+        planting = Planting(0, args.context, tails, bets, temperature=args.temperature)
 
         def tree(graph_round: GraphRound = graph_round, planting: Planting = planting) -> Callable[[], None]:
-            graph_round.plant([planting], [(0, token) for token in range(branches)], [1])
+            graph_round.plant([planting], [1])
             return lambda: graph_round.grow(_DEPTH)
 
         times[way] = median_seconds(tree, device, args.repeats) / _DEPTH

@@ -33,7 +33,7 @@ def test_greedy_text_is_the_targets(slow_target, baseline):
 
 @pytest.mark.parametrize("fallback", ("draft", "none"))
 def test_sampled_text_has_the_targets_law(tiny_pair, fallback):
-    """ "none": nobody waits after a miss, so that the device chooses the branches."""
+    """ "draft": the device also drafts what the target waits for after a miss; "none": nobody waits."""
     target, draft = tiny_pair
     options = {"draft_dtype": "float32", "draft_top_m": VOCAB, "tree_budget": 8, "saguaro_c": 0.5}
     law = Law(target, PROMPT).joint(temperature=1.0)

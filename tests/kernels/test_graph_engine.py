@@ -19,6 +19,7 @@ from vllm_ssd.draft.graph_round import GraphRound
 from vllm_ssd.draft.model import DraftModel
 from vllm_ssd.draft.outbox import Outbox
 from vllm_ssd.draft.pace import Pace
+from vllm_ssd.draft.planner import Planner
 from vllm_ssd.messages import Branches, Growth, Outcome, Round, Start, pack_tokens, unpack_law
 
 DRAFT = str(Path(__file__).parents[1] / "data" / "models" / "draft")
@@ -61,14 +62,19 @@ class Side:
     def __init__(self, engine: DraftEngine) -> None:
         self.engine = engine
         self.trees: dict[int, list[tuple[int, list[int]]]] = {}
+        self.drafts: dict[int, list[int]] = {}  # that a target waits for
         self.laws: list[tuple[list[int], np.ndarray, np.ndarray]] = []
         self.usage = 0.0
 
     def play(self, number: int, starts=(), outcomes=(), finished=(), steps: int = 1000, depth: int = K) -> dict:
         """Tell a round, work for so many steps; (tokens above, first token) → chain, of each sequence."""
+        self.trees = {}
+        return self.play_on(number, starts, outcomes, finished, steps, depth)
+
+    def play_on(self, number: int, starts=(), outcomes=(), finished=(), steps: int = 1000, depth: int = K) -> dict:
+        """The same while the trees of other sequences grow."""
         message = Round(number, list(starts), list(outcomes), list(finished), depth=depth, verify_seconds=0.0)
         self.engine.begin_round(message)
-        self.trees = {}
         while steps and self.engine.step():
             steps -= 1
             push = self.engine.take_push()
@@ -84,6 +90,10 @@ class Side:
             begun = {(offset, tuple(chain)): chain for offset, chain in self.trees[item.seq_id]}
             chains = [(o, (t, *drafts)) for o, t, drafts in zip(item.offsets, item.token_ids, item.drafts)]
             self.trees[item.seq_id] = [(chain[0], begun[chain]) for chain in chains]
+            return
+        if isinstance(item, Branches) and not item.offsets:
+            self.drafts[item.seq_id] = []
+            self.trees[item.seq_id] = [(len(item.trunk), self.drafts[item.seq_id])]
             return
         if isinstance(item, Branches):
             self.trees[item.seq_id] = [(offset, [token]) for offset, token in zip(item.offsets, item.token_ids)]
@@ -105,7 +115,7 @@ def counted(name: str, monkeypatch: pytest.MonkeyPatch, owner: type = GraphRound
 def test_rounds_are_those_of_the_plain_engine(part: Part, monkeypatch: pytest.MonkeyPatch) -> None:
     """Slots, candidates or waves get lost between two rounds: hits, misses, cut drafts, requests that come and go."""
     sides = [Side(plain(part)), Side(on_device(part=part))]
-    grown, forked = counted("grow", monkeypatch), counted("plant_most_probable", monkeypatch)
+    grown, forked = counted("grow", monkeypatch), counted("_choose", monkeypatch)
 
     def play(number: int, **news) -> dict:
         expected, mine = (side.play(number, **news) for side in sides)
@@ -199,7 +209,7 @@ def test_sampled_tokens_come_with_laws_that_hold_them() -> None:
 
 def test_fewer_outcomes_than_rows_leave_no_slots_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows without an outcome grow, are pushed, or keep their slots."""
-    forked = counted("plant_most_probable", monkeypatch)
+    forked = counted("_choose", monkeypatch)
     sides = [Side(plain(tree_budget=40)), Side(on_device(tree_budget=40))]
     for number, outcomes in enumerate(([], [Outcome(0, 4, [3999], [], 0)], [Outcome(0, 5, [3998], [], 0)]), 1):
         starts = [start(0, [7, 8, 9])] if number == 1 else []
@@ -209,13 +219,53 @@ def test_fewer_outcomes_than_rows_leave_no_slots_behind(monkeypatch: pytest.Monk
     assert len(forked) == 3
 
 
-def test_the_device_waits_for_no_candidates_after_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The glue is read back before the branches are chosen."""
-    side = Side(on_device())
-    side.play(1, starts=[start(0, [7, 8, 9])])
-    forwards = []
+FAN_OUTS = ("measured", "geometric", "uniform", [2, 1, 1, 1], [0, 0, 0, 3])
+
+
+@pytest.mark.parametrize("fan_out", FAN_OUTS, ids=str)
+@pytest.mark.parametrize("part", (WHOLE, Part(1, 2)), ids=("a whole tree", "a part of it"))
+def test_no_candidates_are_waited_for(fan_out: str | list[int], part: Part, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A glue is read back before the branches are chosen: after misses, hits, drafts for a target, beside trees."""
+    sides = [Side(plain(part, fan_out=fan_out)), Side(on_device(part=part, fan_out=fan_out))]
+    # Without their last step: then the last draft of a hit has no KV.
+    monkeypatch.setattr(Planner, "most_steps", property(lambda planner: max(planner.depth, 1)))
+    forwards, forward = [], DraftEngine._forward
+    monkeypatch.setattr(
+        DraftEngine,
+        "_forward",
+        lambda self, batch: (forwards.append(batch) if self is sides[1].engine else None, forward(self, batch))[1],
+    )
+
+    def play(number: int, **news) -> dict:
+        expected, mine = (side.play(number, **news) for side in sides)
+        assert mine == expected and sides[0].drafts == sides[1].drafts
+        assert sides[0].usage == pytest.approx(sides[1].usage)
+        return mine
+
+    tree = play(1, starts=[start(0, [308, 907, 12, 44]), start(1, [55, 2, 3001, 17, 4]), start(2, [9])])
+    (_, first), chain = next(iter(tree[0].items()))
+    hit, miss = Outcome(0, 5, [first], chain, 0), Outcome(1, 6, [3999], [], 0)
+    play(2, outcomes=[hit, miss, Outcome(2, 2, [77], [], K)])
+    drafts = [side.drafts.pop(2) for side in sides][1]
+    assert len(drafts) == len(chain) == K
+    # The verification accepts all but the last draft of sequence 0, and all that sequence 2 waited for.
+    hit, miss = Outcome(0, 5 + K, [*chain[: K - 1], 3998], [], 2), Outcome(2, 3 + K, [*drafts, 3997], [], 0)
+    play(3, outcomes=[hit, Outcome(1, 7, [3], [], 1), miss])
+    assert [len(drafts) for drafts in sides[1].drafts.values()] == [2, 1]
+    assert not forwards
+
+
+def test_a_request_that_comes_while_trees_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its glue is waited for, or the others' trees lose what they have, or their slots."""
+    first, second = start(0, [308, 907, 12, 44]), start(1, [9, 7])
+    expected = Side(plain()).play(1, starts=[first, second])
+    side, forwards = Side(on_device()), []
     monkeypatch.setattr(DraftEngine, "_forward", lambda self, batch: forwards.append(batch))
-    assert side.play(2, outcomes=[Outcome(0, 4, [3999], [], 0)])
+    for steps in range(1, K + 2):
+        side.play(3 * steps, starts=[first], steps=steps)
+        assert side.play_on(3 * steps + 1, starts=[second]) == expected
+        side.play(3 * steps + 2, finished=[0, 1])
+        assert side.engine._pool.usage == 0.0
     assert not forwards
 
 

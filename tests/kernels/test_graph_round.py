@@ -1,5 +1,6 @@
 """A round on the device builds the trees that the engine builds, on real weights and under padding."""
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,8 @@ from vllm_ssd.draft.engine import DraftEngine
 from vllm_ssd.draft.graph_buffers import Shape, tree_bytes
 from vllm_ssd.draft.graph_decoder import GraphDecoder
 from vllm_ssd.draft.graph_outcomes import UNKNOWN, most_probable_outcomes
-from vllm_ssd.draft.graph_round import GraphRound, Planting
+from vllm_ssd.draft.graph_planting import Choice, Planting
+from vllm_ssd.draft.graph_round import GraphRound
 from vllm_ssd.draft.graph_rows import host_rows
 from vllm_ssd.draft.model import DraftModel
 from vllm_ssd.fanout import most_probable_outcomes as on_the_host
@@ -73,9 +75,19 @@ def feed(graph_round: GraphRound, plan: list[tuple[list[int], list[int]]]) -> tu
     return first_rows, slots[used:]
 
 
-def planted(plan, left: np.ndarray, count: int = BUDGET, **law) -> list[Planting]:
-    tails = left[: len(plan) * count * DEPTH].reshape(len(plan), count, DEPTH).astype(np.int32)
-    return [Planting(place, len(prompt), tails[place], seed=place, **law) for place, (prompt, _) in enumerate(plan)]
+def planted(plan, left: np.ndarray, bets: list[list[tuple[int, int]]], **law) -> list[Planting]:
+    """Branches that the host chose, of each prompt."""
+    used = np.cumsum([0, *map(len, bets)]) * DEPTH
+    tails = [left[begin:end].reshape(-1, DEPTH).astype(np.int32) for begin, end in zip(used, used[1:])]
+    return [Planting(i, len(plan[i][0]), tails[i], own, seed=i, **law) for i, own in enumerate(bets)]
+
+
+def chosen(plan, left: np.ndarray, first_rows: list[int], count: int = BUDGET, **facts) -> list[Planting]:
+    """Branches that the device chooses, `count` for each prompt."""
+    unset = planted(plan, left, [[(0, 0)] * count] * len(plan))
+    rows = [range(row, row + len(trunk) + 1) for row, (_, trunk) in zip(first_rows, plan)]
+    choices = [Choice(trunk, own, **facts) for own, (_, trunk) in zip(rows, plan)]
+    return [dataclasses.replace(planting, bets=(), choice=choice) for planting, choice in zip(unset, choices)]
 
 
 def chains_of_the_engine(model: DraftModel, plan) -> list[dict[tuple[int, int], list[int]]]:
@@ -102,16 +114,7 @@ def test_the_tree_is_the_engines(model: DraftModel, changes: dict) -> None:
     graph_round = make(model, **changes)
     with torch.inference_mode():
         first_rows, left = feed(graph_round, PROMPTS)
-        plantings = planted(PROMPTS, left)
-        graph_round.plant_most_probable(
-            plantings,
-            first_rows,
-            [trunk for _, trunk in PROMPTS],
-            [1.0] * len(PROMPTS),
-            [None] * len(PROMPTS),
-            1.0,
-            [2] * (K + 1),
-        )
+        graph_round.plant(chosen(PROMPTS, left, first_rows), [2] * (K + 1))
         graph_round.grow(DEPTH)
     steps = graph_round.finished(at_least=DEPTH)
     assert [step.number for step in steps] == list(range(DEPTH))
@@ -135,7 +138,7 @@ def test_sampled_rows_carry_the_law_they_were_drawn_from(model: DraftModel) -> N
     graph_round = make(model)
     with torch.inference_mode():
         _, left = feed(graph_round, plan)
-        graph_round.plant(planted(plan, left, 3, **law), bets, [2, 1])
+        graph_round.plant(planted(plan, left, [bets[:3], bets[3:]], **law), [2, 1])
         graph_round.grow(DEPTH)
         steps = graph_round.finished(at_least=DEPTH)
         for row, (offset, first) in enumerate(bets):
@@ -166,7 +169,7 @@ def test_branches_of_a_sequence_draw_independently(model: DraftModel) -> None:
     graph_round = make(model)
     with torch.inference_mode():
         _, left = feed(graph_round, PROMPTS[:1])
-        graph_round.plant(planted(PROMPTS[:1], left, 20, temperature=5.0), [(3, 11)] * 20, [1])
+        graph_round.plant(planted(PROMPTS[:1], left, [[(3, 11)] * 20], temperature=5.0), [1])
         graph_round.grow()
     [step] = graph_round.finished(at_least=1)
     assert len(set(step.tokens.tolist())) > 3
@@ -177,7 +180,7 @@ def test_steps_of_a_branch_draw_independently(model: DraftModel) -> None:
     graph_round = make(model)
     with torch.inference_mode():
         _, left = feed(graph_round, PROMPTS[:1])
-        graph_round.plant(planted(PROMPTS[:1], left, 20, temperature=1e4), [(3, 11)] * 20, [1])
+        graph_round.plant(planted(PROMPTS[:1], left, [[(3, 11)] * 20], temperature=1e4), [1])
         graph_round.grow(DEPTH)
     steps = graph_round.finished(at_least=DEPTH)
     ranks = np.stack([(step.token_ids == step.tokens[:, None]).argmax(axis=1) for step in steps])
@@ -193,12 +196,12 @@ def test_what_came_stays(model: DraftModel) -> None:
     graph_round, plan = make(model), PROMPTS[:1]
     with torch.inference_mode():
         first_rows, left = feed(graph_round, plan)
-        graph_round.plant_most_probable(planted(plan, left), first_rows, [plan[0][1]], [1.0], [None], 1.0, [2])
+        graph_round.plant(chosen(plan, left, first_rows), [2])
         graph_round.grow(DEPTH)
         steps, glued = graph_round.finished(at_least=DEPTH), graph_round.glued()
         before = arrays(steps), [np.copy(field) for field in glued]
         first_rows, left = feed(graph_round, PROMPTS[1:2])
-        graph_round.plant_most_probable(planted(PROMPTS[1:2], left), first_rows, [[7, 8]], [1.0], [None], 1.0, [2])
+        graph_round.plant(chosen(PROMPTS[1:2], left, first_rows), [2])
         graph_round.grow(DEPTH)
         graph_round.finished(at_least=DEPTH)
     assert all(np.array_equal(mine, old) for mine, old in zip(arrays(steps), before[0], strict=True))
@@ -211,16 +214,13 @@ def test_rows_of_an_earlier_round_are_over(model: DraftModel, by_host: bool) -> 
     graph_round, plan = make(model), PROMPTS[:1]
     with torch.inference_mode():
         first_rows, left = feed(graph_round, plan)
-        larger = planted(plan, left, 12)
-        graph_round.plant(larger, [(3, 11 + row) for row in range(12)], [1])
+        larger = planted(plan, left, [[(3, 11 + row) for row in range(12)]])
+        graph_round.plant(larger, [1])
         graph_round.grow(DEPTH)
-        smaller = planted(plan, left, 10)
         for pool in model._pools:
             pool[:, larger[0].tail_slots.reshape(-1).tolist()] = 0.0
-        if by_host:
-            graph_round.plant(smaller, [(3, 11)] * 10, [1])
-        else:
-            graph_round.plant_most_probable(smaller, first_rows, [plan[0][1]], [1.0], [None], 1.0, [1])
+        smaller = planted(plan, left, [[(3, 11)] * 10]) if by_host else chosen(plan, left, first_rows, 10)
+        graph_round.plant(smaller, [1])
         graph_round.grow(DEPTH)
     mine = smaller[0].tail_slots.reshape(-1).tolist()
     others = sorted(set(larger[0].tail_slots.reshape(-1).tolist()) - set(mine))
@@ -234,7 +234,7 @@ def test_more_steps_than_the_tree_is_deep_are_refused(model: DraftModel) -> None
     graph_round = make(model)
     with torch.inference_mode():
         _, left = feed(graph_round, PROMPTS[:1])
-        graph_round.plant(planted(PROMPTS[:1], left, 2), [(0, 11), (1, 12)], [1])
+        graph_round.plant(planted(PROMPTS[:1], left, [[(0, 11), (1, 12)]]), [1])
         with pytest.raises(ValueError, match="a tree has 4"):
             graph_round.grow(DEPTH + 1)
 

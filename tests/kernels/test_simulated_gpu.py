@@ -36,11 +36,12 @@ from vllm_ssd.messages import Outcome, Push, Ready, decode_to_target
 from vllm_ssd.tree import TokenLaw
 
 from . import test_graph_engine, test_graph_round
+from . import test_random_courses as random_courses
 from .simulated_gpu import SimulatedGpu
 from .simulated_tensor import DEVICE, GpuError, GpuTensor
-from .test_graph_engine import DRAFT, WHOLE, Side, counted, start
+from .test_graph_engine import DRAFT, FAN_OUTS, WHOLE, Side, start
 from .test_graph_forward import check_replays
-from .test_graph_round import BUDGET, DEPTH, PROMPTS, feed, planted
+from .test_graph_round import BUDGET, DEPTH, PROMPTS, chosen, feed, planted
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a real GPU is here")
 
@@ -151,6 +152,14 @@ def test_other_rounds_of_the_engine(gpu: SimulatedGpu, monkeypatch: pytest.Monke
     test_graph_engine.test_fewer_outcomes_than_rows_leave_no_slots_behind(monkeypatch)
     test_graph_engine.test_branches_of_a_shallow_plan_grow_when_the_verification_is_overdue(monkeypatch)
     assert gpu.replays > 50  # by graphs, not by the plain step
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_random_courses(gpu: SimulatedGpu, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outcomes that come while steps are under way."""
+    monkeypatch.setattr(random_courses, "DEVICE", DEVICE)
+    random_courses.test_random_courses(seed, 600)
+    assert gpu.replays > 50
 
 
 def test_trees_step_by_step(gpu: SimulatedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -309,14 +318,20 @@ def test_a_round_waits_for_nothing(gpu: SimulatedGpu, model: DraftModel, warm: b
         first_rows, left = feed(graph_round, PROMPTS)
         known = np.zeros((1, 16), dtype=np.int32), np.zeros((1, 16), dtype=np.float32)
         graph_round.add_candidates(*known)
-        plantings = [dataclasses.replace(p, temperature=float(p.place)) for p in planted(PROMPTS, left)]
-        trunks, rates = [trunk for _, trunk in PROMPTS], [None, [0.5, 0.5], None]
-        graph_round.plant_most_probable(plantings, first_rows, trunks, [1.0] * 3, rates, 0.9, [2] * DEPTH)
-        graph_round.grow(DEPTH)
-        graph_round.plant(plantings, [(0, 7)] * 3 * BUDGET, [1])
+        for counts in (None, [2, 1, 1, 2]):
+            by_device = chosen(PROMPTS, left, first_rows, acceptance=None)
+            for place, (planting, rates) in enumerate(zip(by_device, ([0.5] * 3, None, None))):
+                own = counts and counts[: len(planting.choice.rows)]
+                choice = dataclasses.replace(planting.choice, acceptance=rates, counts=own)
+                by_device[place] = dataclasses.replace(planting, choice=choice, temperature=float(place))
+            graph_round.plant(by_device, [2] * DEPTH, 0.9)
+            graph_round.grow(DEPTH)
+        bets = [[(0, 7)] * BUDGET] * 2
+        by_host = [dataclasses.replace(planting, begun=1) for planting in planted(PROMPTS, left, bets)]
+        graph_round.plant([*by_host, by_device[2]], [1])
         graph_round.grow()
     assert not gpu.waits
-    assert gpu.launches.count("draw") == (0 if warm else DEPTH + 1)
+    assert gpu.launches.count("draw") == (0 if warm else 2 * DEPTH + 1)
 
 
 def test_a_forward_waits_for_nothing(gpu: SimulatedGpu) -> None:
@@ -335,16 +350,41 @@ def test_a_forward_waits_for_nothing(gpu: SimulatedGpu) -> None:
     assert isinstance(model._decoder, GraphForward)
 
 
-def test_after_a_miss_the_engine_waits_for_its_first_step_alone(
-    gpu: SimulatedGpu, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+def waits(gpu: SimulatedGpu, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What waits while trees are built, but for the events of their steps."""
+    found, step = [], GraphEngine.step
+
+    def watched(self: GraphEngine) -> bool:
+        gpu.waits.clear()
+        works = step(self)
+        found.extend(gpu.waits)
+        return works
+
+    monkeypatch.setattr(GraphEngine, "step", watched)
+    return found
+
+
+@pytest.mark.parametrize("fan_out", FAN_OUTS, ids=str)
+@pytest.mark.parametrize("part", (WHOLE, Part(1, 2)), ids=("a whole tree", "a part of it"))
+def test_the_engine_waits_for_its_steps_alone(
+    waits: list[str], fan_out: str | list[int], part: Part, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The glue is read back before the branches are chosen."""
-    side = Side(test_graph_engine.on_device())
-    side.play(1, starts=[start(0, [7, 8, 9])])
-    forked = counted("plant_most_probable", monkeypatch)
-    gpu.waits.clear()
-    assert side.play(2, outcomes=[Outcome(0, 4, [3999], [], 0)])
-    assert len(forked) == 1 and not gpu.waits
+    """A glue is read back before the branches are chosen, or a draft before the next one."""
+    test_graph_engine.test_no_candidates_are_waited_for(fan_out, part, monkeypatch)
+    assert not waits
+
+
+def test_the_engine_waits_for_no_glue_beside_trees(waits: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same while other trees grow."""
+    test_graph_engine.test_a_request_that_comes_while_trees_grow(monkeypatch)
+    assert not waits
+
+
+def test_what_does_not_fit_a_round_waits(waits: list[str]) -> None:
+    """The tests above cannot fail."""
+    test_graph_engine.test_more_sequences_than_the_buffers_hold_take_the_plain_step()
+    assert waits
 
 
 @torch.inference_mode()

@@ -8,6 +8,7 @@ processes or sockets.
 
 import time
 from collections.abc import Generator
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -28,7 +29,8 @@ from vllm_ssd.messages import Law, Push, Report, Round
 from vllm_ssd.sampling import top_tokens
 from vllm_ssd.statistics import DriftingTime
 
-_GLUE_LIMIT = 64  # more pending tokens than this are a prefill
+GLUE_LIMIT = 64
+"""More pending tokens than this are a prefill."""
 _PREFILL_CHUNK = (16, 512)  # tokens, least and most in one forward
 _PREFILL_SECONDS = 0.25  # a forward must not be longer, or outcomes wait for it
 _BUSY_PREFILL_SECONDS = 0.005  # the same while trees are to be built
@@ -37,6 +39,16 @@ Top = tuple[np.ndarray, np.ndarray]
 """Logits (float32) and token ids (int64) of the most probable tokens, each [num_rows, m]."""
 Forwards = Generator[tuple[list[Group], np.ndarray | None], Top, bool | None]
 """Asks for forwards of groups, with the rows whose logits are wanted (None: all)."""
+
+
+class Work(NamedTuple):
+    """Sequences by what they need next."""
+
+    glue: list[Sequence]  # KV of a few tokens
+    waiting: list[Sequence]  # a draft that the target waits for
+    growing: list[Sequence]  # a tree step
+    prefill: list[Sequence]  # KV of many tokens, the latest first
+    forks: list[Sequence]  # branches
 
 
 class DraftEngine:
@@ -133,25 +145,25 @@ class DraftEngine:
 
         It must be run to its end before anything else is asked of the engine.
         """
-        glue, waiting, growing, prefill, forks = self._work()
+        work = self._work()
         began = time.perf_counter()
-        if glue:
-            yield from self._glue(glue)
-        elif waiting:
-            yield from self._jit_step(waiting)
-        elif forks:
-            self._fork(forks)
+        if work.glue:
+            yield from self._glue(work)
+        elif work.waiting:
+            yield from self._jit_step(work.waiting)
+        elif work.forks:
+            self._fork(work.forks)
             return True
-        elif growing:
-            yield from self._tree_step(growing)
-        elif prefill:
-            yield from self._prefill(prefill[0], self.prefill_seconds)
+        elif work.growing:
+            yield from self._tree_step(work.growing)
+        elif work.prefill:
+            yield from self._prefill(work.prefill[0], self.prefill_seconds)
         elif (to_extend := self._planner.to_extend()) is None:
             return False
         else:
             self._extend(to_extend)
-        if prefill and (glue or growing):
-            yield from self._prefill(prefill[0], _BUSY_PREFILL_SECONDS)
+        if work.prefill and (work.glue or work.growing):
+            yield from self._prefill(work.prefill[0], _BUSY_PREFILL_SECONDS)
         self.busy_seconds += time.perf_counter() - began
         return True
 
@@ -176,15 +188,15 @@ class DraftEngine:
             self._bandit.best,
         )
 
-    def _work(self):
-        """Sort the sequences by what they need: (glue, JIT, tree steps, prefill, fork)."""
-        glue, waiting, growing, prefill, forks = [], [], [], [], []
+    def _work(self) -> Work:
+        """Sort the sequences by what they need."""
+        work = glue, waiting, growing, prefill, forks = Work([], [], [], [], [])
         lets_step = self._planner.lets_step()
         for sequence in self._sequences:
             if not sequence.fork_due and not sequence.wanted and not sequence.steps_left:
                 continue
             pending = len(sequence.tokens) + len(sequence.trunk) - len(sequence.slots)
-            if pending > _GLUE_LIMIT:
+            if pending > GLUE_LIMIT:
                 self._outbox.decline(sequence)
                 prefill.append(sequence)
             elif sequence.wanted and (not pending or sequence.trunk):
@@ -196,7 +208,7 @@ class DraftEngine:
             elif sequence.steps_left == 1 or (sequence.steps_left and lets_step):
                 growing.append(sequence)
         prefill.sort(key=lambda s: -s.last_round)
-        return glue, waiting, growing, prefill, forks
+        return work
 
     def seconds_until_overdue(self) -> float:
         """How long to wait for an outcome before there is work again; infinite if there will be none."""
@@ -213,9 +225,9 @@ class DraftEngine:
         if len(sequence.slots) > before:
             self._prefill_time.observe(len(sequence.slots) - before, time.perf_counter() - began)
 
-    def _glue(self, sequences: list[Sequence]) -> Forwards:
+    def _glue(self, work: Work) -> Forwards:
         """What an outcome left without KV: the target's own tokens, and drafts that were not ours."""
-        yield from self._feed_pending(sequences, _GLUE_LIMIT)
+        yield from self._feed_pending(work.glue, GLUE_LIMIT)
 
     def _feed_pending(self, sequences: list[Sequence], limit: int) -> Forwards:
         """Compute the KV of tokens that have none, and the candidates after the last of them."""
@@ -247,14 +259,18 @@ class DraftEngine:
         top = yield groups, logit_rows
         for sequence, candidates in zip(owners, self._candidates(*top)):
             sequence.candidates.append(candidates)
-        if flat <= _GLUE_LIMIT:
+        if flat <= GLUE_LIMIT:
             self._pace.observe_step(flat, time.perf_counter() - began)
 
     def _jit_step(self, sequences: list[Sequence]) -> Forwards:
         """One more draft for each row that the target waits for."""
         fed = [s for s in sequences if s.trunk and s.pending]
         if fed:
-            yield from self._feed_pending(fed, _GLUE_LIMIT)
+            yield from self._feed_pending(fed, GLUE_LIMIT)
+        self._draw_for_target(sequences)
+
+    def _draw_for_target(self, sequences: list[Sequence]) -> None:
+        """One more draft for each, from the candidates after the last token."""
         for sequence in sequences:
             if sequence.pending or not sequence.candidates:
                 self._outbox.decline(sequence)  # no room in the KV cache: the target takes its fallback

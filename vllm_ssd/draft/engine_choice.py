@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm_ssd.config import SaguaroConfig
-from vllm_ssd.draft.engine import DraftEngine
+from vllm_ssd.draft.engine import GLUE_LIMIT, DraftEngine
 from vllm_ssd.draft.forecast import Part, candidates_wanted
 from vllm_ssd.draft.graph_rows import aligned
 from vllm_ssd.draft.graph_runner import check_device
@@ -91,7 +91,7 @@ def make_round(
     candidates = candidates_wanted(config, part)
     vocab_size = min(model.vocab_size, decoder.vocab_size)
     shape = Shape(
-        max_rows=min(max_sequences * config.most_branches, _MAX_ROWS),
+        max_rows=min(max(max_sequences * max(config.most_branches, depth), GLUE_LIMIT), _MAX_ROWS),
         max_sequences=max_sequences,
         max_length=aligned(max_length + depth),
         depth=depth,

@@ -174,6 +174,12 @@ class Forecast:
         """How much more often than a bonus token the one after a rejected drawn draft is a candidate (`Recovery`)."""
         return self._recovery.ratio
 
+    def counts_of(self, sequence: Sequence, budget: int) -> list[int] | None:
+        """Bets by position, at most `budget` in sum; None if a row's own probabilities say where they go."""
+        if self.by_row:
+            return None
+        return self._fan_out.counts(len(sequence.trunk), budget, self._acceptance.rate)
+
     def outcomes(self, sequence: Sequence, budget: int) -> list[tuple[int, int]]:
         """At most `budget` bets of this draft's own: (drafts accepted, token that follows)."""
         part = self.part

@@ -152,7 +152,9 @@ class TreeBuffers:
         self.glue_values = torch.zeros(rows, width, **floats)  # their logits
         self.bets = torch.zeros(2, rows, **integers)  # tokens above; first token
         self.step = torch.zeros(1, dtype=torch.int64, device=device)
-        self.live = torch.zeros(rows, **integers)  # 1: the row is a branch, 0: padding
+        # Slots of a row's tail that hold KV when the round begins, and slots it has: 0 if it is padding.
+        self.sizes = torch.zeros(2, rows, **integers)
+        self.begun, self.limits = self.sizes.unbind(0)
         self.fan_out = torch.zeros(depth, **integers)  # F of each step's position
         self.laws = Laws(
             temperature=torch.zeros(rows, **floats),

@@ -1,9 +1,9 @@
-"""The engine over rounds on a device: tree steps feed one another there, one ahead of the host.
+"""The engine over rounds on a device: steps feed one another there, one ahead of the host.
 
 What a wave of branches draws in a step is read while the device is at work on the next. After an outcome
-that no branch foresaw the branches are chosen on the device too, behind the glue: nothing is read back
-until the first step has drawn. Whatever does not fit a round on the device (waves that are not equally
-deep, more rows than the buffers hold) takes the engine's own step. A new outcome ends the round: what was
+the branches are chosen on the device too, behind the glue: nothing is read back until the first step has
+drawn. Drafts that a target waits for are a chain of steps of their own. Whatever does not fit a round on the
+device (more rows than the buffers hold) takes the engine's own step. A new outcome ends the round: what was
 built stays as it is, what is under way is not read. Tested on the CPU, where a round runs at once, and on
 a simulated GPU.
 """
@@ -16,53 +16,17 @@ import torch
 
 from vllm_ssd.config import SaguaroConfig
 from vllm_ssd.draft.batch import causal_group
-from vllm_ssd.draft.engine import DraftEngine, Forwards
+from vllm_ssd.draft.engine import DraftEngine, Forwards, Work
 from vllm_ssd.draft.forecast import Part
-from vllm_ssd.draft.graph_planting import Planting, Step
+from vllm_ssd.draft.graph_planting import Choice, Step
 from vllm_ssd.draft.graph_round import GraphRound
 from vllm_ssd.draft.graph_rows import host_rows
 from vllm_ssd.draft.graph_trunks import TrunkTable
-from vllm_ssd.draft.sequence import Branch, Candidates, Sequence
-from vllm_ssd.messages import Round, pack_law
+from vllm_ssd.draft.graph_waves import Chain, Planted, Wave, waves_of
+from vllm_ssd.draft.sequence import Candidates, Sequence
+from vllm_ssd.messages import Round
 
 _AHEAD = 2  # steps under way: one that is read, one that keeps the device busy
-
-
-@dataclasses.dataclass
-class _Wave:
-    """A sequence's branches on the device."""
-
-    sequence: Sequence
-    first_row: int
-    tail: np.ndarray  # [n, steps] slots of its n branches
-    branches: list[Branch] = dataclasses.field(default_factory=list)  # n; none before the host knows them
-
-    @property
-    def rows(self) -> slice:
-        """Its rows in the results of a step."""
-        return slice(self.first_row, self.first_row + len(self.tail))
-
-
-@dataclasses.dataclass
-class _Planted:
-    """Waves that grow on the device."""
-
-    waves: list[_Wave]
-    steps: int  # in all
-    steps_due: int  # the others are optional
-    since: float  # when the device began with the step that comes in next, as far as the host knows
-    enqueued: int = 0
-    done: int = 0
-
-    @property
-    def num_rows(self) -> int:
-        """Branches that grow."""
-        return sum(len(wave.branches) for wave in self.waves)
-
-    @property
-    def stands(self) -> bool:
-        """Whether all sequences still want these waves to grow."""
-        return all(w.sequence.wave is w.branches and w.sequence.steps_left for w in self.waves)
 
 
 class GraphEngine(DraftEngine):
@@ -82,7 +46,7 @@ class GraphEngine(DraftEngine):
         self._round = graph_round
         self._trunks = TrunkTable(graph_round.shape.max_sequences, graph_round.shape.max_length)
         self._seeds = np.random.default_rng(seed)
-        self._planted: _Planted | None = None
+        self._planted: Planted | None = None
 
     def begin_round(self, message: Round, earliest: float | None = None) -> None:
         """As the engine's; slots of waves that are not wanted any more are free again."""
@@ -90,194 +54,129 @@ class GraphEngine(DraftEngine):
         if self._planted is not None and not self._planted.stands:
             self._end()
 
-    # ---- a wave that the host chose ----
+    # ---- waves that the host chose ----
 
     def _tree_step(self, sequences: list[Sequence]) -> Forwards:
         """One token for each branch of all waves."""
-        planted = self._planted
-        if planted is None or not planted.stands or {wave.sequence for wave in planted.waves} != set(sequences):
+        if self._planted is None or not self._planted.is_of(sequences):
             self._end()
-            planted = self._plant(sequences)
-            if planted is None:
+            sequences = self._planner.growing([sequence for sequence in sequences if sequence.steps_left])
+            if not self._plant(sequences):
                 yield from super()._tree_step(sequences)
                 return
-        self._enqueue(planted, planted.num_rows)
-        finished = self._round.finished(at_least=1) if planted.enqueued > planted.done else []
-        for step in finished:
-            self._take_in(planted, step)
-        self._observe(planted, len(finished), of_forwards=len(finished))
-        self._end_if_full()
+        self._go_on()
 
-    def _enqueue(self, planted: _Planted, count: int) -> None:
-        """Keep the device busy with the next steps over `count` rows."""
-        if planted.enqueued and planted.enqueued == planted.done:
-            planted.since = time.perf_counter()  # it was idle
-        while planted.enqueued < min(planted.done + _AHEAD, planted.steps):
-            # Optional steps must be over before the outcome, which they would delay.
-            optional = planted.enqueued >= planted.steps_due
-            if optional and planted.enqueued and self._pace.branches_of_one_more_step(count) < count:
-                planted.steps = planted.enqueued
-                break
-            with torch.inference_mode():
-                self._round.grow()
-            planted.enqueued += 1
-
-    def _plant(self, sequences: list[Sequence]) -> _Planted | None:
-        """Send the waves to the device, with slots for all their steps; None if they do not fit a round."""
-        steps = sequences[0].steps_left
-        sizes = [len(sequence.wave) for sequence in sequences]
-        due = sequences[0].steps_due
-        fresh = all(sequence.steps_left == steps and sequence.steps_due == due for sequence in sequences)
-        fresh = fresh and not any(branch.slots for sequence in sequences for branch in sequence.wave)
-        if not fresh or not self._fits(sequences, sum(sizes), steps):
-            return None
-        slots = self._sequences.take_slots(sum(sizes) * steps, sequences)
-        if slots is None:
-            return None
-        tails = np.split(slots.reshape(-1, steps), np.cumsum(sizes)[:-1])
-        first_rows = np.cumsum([0, *sizes]).tolist()
-        waves = [_Wave(s, row, tail, s.wave) for s, row, tail in zip(sequences, first_rows, tails)]
-        self._planted = _Planted(waves, steps, due, time.perf_counter())
+    def _plant(self, sequences: list[Sequence]) -> bool:
+        """Send the waves to the device, with slots for all their steps; returns False if they do not fit a round."""
+        waves = waves_of(sequences)
+        if not waves or not self._fits(waves) or not self._give_slots(waves):
+            return False
+        self._planted = Planted(waves, max(s.steps_due for s in sequences), time.perf_counter())
         with torch.inference_mode():
             self._round.change_trunks(*self._trunks.update(sequences))
-            self._round.plant(
-                [self._planting(wave) for wave in waves],
-                [(branch.offset, branch.tokens[0]) for wave in waves for branch in wave.branches],
-                self._forecast.fan_out(),
-            )
-        return self._planted
+            self._begin(waves)
+        return True
 
-    def _fits(self, sequences: list[Sequence], rows: int, steps: int) -> bool:
-        """Whether the buffers hold so many rows of these sequences, and so deep trees."""
-        shape = self._round.shape
-        longest = max(len(sequence.tokens) + len(sequence.trunk) for sequence in sequences)
-        within = rows <= shape.max_rows and len(sequences) <= shape.max_sequences
-        return within and steps <= shape.depth and longest <= shape.max_length
+    # ---- drafts that the target waits for ----
 
-    def _planting(self, wave: _Wave) -> Planting:
-        sequence = wave.sequence
-        padded = np.zeros((len(wave.tail), self._round.shape.depth), dtype=np.int32)
-        padded[:, : wave.tail.shape[1]] = wave.tail
-        return Planting(
-            place=self._trunks.place_of(sequence),
-            length=len(sequence.tokens),
-            tail_slots=padded,
-            temperature=sequence.temperature,
-            top_k=sequence.top_k,
-            top_p=sequence.top_p,
-            saguaro_c=sequence.saguaro_c,
-            seed=int(self._seeds.integers(1 << 62)),
-        )
+    def _jit_step(self, sequences: list[Sequence]) -> Forwards:
+        """One more draft for each row that the target waits for; the others are under way."""
+        if not self._draft_for_target(sequences):
+            yield from super()._jit_step(sequences)
 
-    def _take_in(self, planted: _Planted, step: Step) -> None:
-        """A step has come to the host: the branches grow, and the target hears of it."""
-        top_m = self._config.draft_top_m
-        for wave in planted.waves:
-            sequence, rows = wave.sequence, wave.rows
-            token_ids = step.tokens[rows].tolist()
-            slots = wave.tail[:, step.number].tolist()
-            fields = zip(wave.branches, slots, token_ids, step.token_ids[rows], step.values[rows])
-            for branch, slot, token_id, ids, values in fields:
-                branch.slots.append(slot)
-                branch.tokens.append(token_id)
-                branch.candidates.append(Candidates(ids.astype(np.int64), values))
-            law = pack_law(step.token_ids[rows, :top_m], step.probs[rows, :top_m]) if sequence.samples else None
-            self._outbox.add_growth(sequence, token_ids, law)
-            sequence.steps_left -= 1
-        planted.done += 1
+    def _draft_for_target(self, waiting: list[Sequence]) -> bool:
+        """Take in what the device drafted for each; returns False if they do not fit a round."""
+        if known := [sequence for sequence in waiting if not sequence.pending]:
+            self._draw_for_target(known)
+            return True
+        if (self._planted is None or not self._planted.is_of(waiting)) and not self._plant_chains(waiting):
+            return False
+        self._go_on()
+        self._pace.restart_clock()
+        return True
 
-    def _observe(self, planted: _Planted, steps: int, of_forwards: int) -> None:
-        """So many steps came in. The time since the last ones did went by with `of_forwards`, taken for equal.
-
-        What the host did meanwhile is in it if it took longer than the device: trees grow no faster then.
-        """
-        now, rows = time.perf_counter(), planted.num_rows
-        for _ in range(steps if rows else 0):
-            seconds = (now - planted.since) / of_forwards
-            self._outbox.add_tree_step(seconds)
-            self._pace.observe_step(rows, seconds)
-        planted.since = now
-
-    def _end_if_full(self) -> None:
-        """No branch is to grow further."""
-        if self._planted.done == self._planted.steps:
-            for wave in self._planted.waves:
-                wave.sequence.steps_left = 0
-            self._end()
-
-    def _end(self) -> None:
-        """The round on the device is over: slots of steps that were not taken in are free.
-
-        A step under way may still write to them, but before whatever is enqueued from now on.
-        """
-        if self._planted is not None:
-            for wave in self._planted.waves:
-                self._pool.give_back(wave.tail[:, self._planted.done :].reshape(-1))
-            self._planted = None
+    def _plant_chains(self, waiting: list[Sequence]) -> bool:
+        """Enqueue what has no KV, but for the last token of each, with which its drafts begin."""
+        self._end()
+        if any(len(sequence.pending) > 1 and sequence.trunk for sequence in waiting):
+            return False  # the host has no candidates after drafts of others
+        chains = [
+            Chain(sequence, row, np.empty((1, sequence.wanted), dtype=np.int64), trunk=sequence.trunk)
+            for row, sequence in enumerate(waiting)
+        ]
+        glued = {sequence: len(sequence.pending) - 1 for sequence in waiting if len(sequence.pending) > 1}
+        if not self._fits(chains, sum(glued.values())) or not self._give_slots(chains, glued):
+            return False
+        steps = max(chain.steps for chain in chains)
+        self._planted = Planted(chains, steps, time.perf_counter())
+        with torch.inference_mode():
+            self._round.change_trunks(*self._trunks.update(waiting))
+            self._enqueue_glue(glued)
+            self._begin(chains)
+        return True
 
     # ---- a wave that the device chooses ----
 
-    def _glue(self, sequences: list[Sequence]) -> Forwards:
+    def _glue(self, work: Work) -> Forwards:
         """The glue; if its candidates are wanted for branches only, the fork and the first step with it."""
-        others = [s for s in self._sequences if (s.fork_due or s.wanted or s.steps_left) and s not in sequences]
-        if not (self._nobody_waits(sequences, others) and self._fork_on_device(sequences, others)):
-            yield from super()._glue(sequences)
+        if waiting := [*work.waiting, *(sequence for sequence in work.glue if sequence.wanted)]:
+            done = self._draft_for_target(waiting)
+        else:
+            done = self._fork_on_device(work)
+        if not done:
+            yield from super()._glue(work)
 
-    def _nobody_waits(self, glued: list[Sequence], others: list[Sequence]) -> bool:
-        """Whether all that is due are whole trees, over candidates that the glue brings or the host has."""
-        return (
-            self._forecast.by_row
-            and all(s.fork_due and not s.wanted and not s.branches for s in (*glued, *others))
-            and all(len(s.slots) < len(s.tokens) for s in glued)
-            and all(not s.pending and len(s.candidates) == len(s.trunk) + 1 for s in others)
-        )
+    def _fork_on_device(self, work: Work) -> bool:
+        """Enqueue glue, fork and steps, and take in the first; returns False if they do not fit a round.
 
-    def _fork_on_device(self, glued: list[Sequence], others: list[Sequence]) -> bool:
-        """Enqueue glue, fork and steps, and take in the first; returns False if they do not fit a round."""
+        Trees that grow already go on beside the new ones.
+        """
         began = time.perf_counter()
-        sequences = [*glued, *others]
-        (width, depth), steps = self._planner.shape(sequences), self._planner.most_steps
-        count, known = sum(len(s.pending) for s in glued), sum(len(s.candidates) for s in others)
-        if count + known > self._round.shape.max_rows or not self._fits(sequences, width * len(sequences), steps):
+        self._end()  # the same waves go on in another round
+        forking, growing = [*work.glue, *work.forks], [s for s in work.growing if s.steps_left]
+        (width, depth), steps = self._planner.shape(forking), self._planner.most_steps
+        old = waves_of(growing)
+        first = sum(len(wave.tail) for wave in old)
+        rows = range(first, first + width * len(forking), width)
+        new = [Wave(s, row, np.empty((width, steps), dtype=np.int64)) for s, row in zip(forking, rows)]
+        waves, glued = [*old, *new], {sequence: len(sequence.pending) for sequence in work.glue}
+        candidates = sum(glued.values()) + sum(len(sequence.candidates) for sequence in forking)
+        if not self._fits(waves, candidates) or not self._give_slots(waves, glued):
             return False
-        self._end()  # of what was planted nothing is to grow any more, but it may hold slots
-        slots = self._sequences.take_slots(count + width * steps * len(sequences), sequences)
-        if slots is None:
-            return False
-        tails = slots[count:].reshape(len(sequences), width, steps)
-        planted = _Planted([_Wave(s, i * width, tails[i]) for i, s in enumerate(sequences)], steps, depth, began)
+        planted = Planted(waves, max([depth, *(s.steps_due for s in growing)]), began)
         with torch.inference_mode():
-            rows = {**self._enqueue_glue(glued, others, slots[:count]), **self._send_candidates(others)}
-            self._enqueue_fork(planted, rows)
-        self._enqueue(planted, width * len(sequences))
+            self._round.change_trunks(*self._trunks.update([*growing, *forking]))
+            glue_rows = self._enqueue_glue(glued)
+            known_rows = self._send_candidates(forking)
+            self._begin(waves, {s: self._choice(s, [*known_rows[s], *glue_rows.get(s, ())], width) for s in forking})
+        self._enqueue(planted)
         finished = self._round.finished(at_least=1)
-        self._keep_candidates(glued, rows)
-        self._hang_chosen(planted, finished[0])
-        for step in finished:
-            self._take_in(planted, step)
-        self._observe(planted, len(finished), of_forwards=1 + len(finished))
+        self._keep_candidates(glue_rows)
+        for wave in new:
+            self._hang_chosen(wave, finished[0], depth)
+        planted.waves = [wave for wave in waves if wave.branches]
         self._planted = planted
-        self._end_if_full()
+        self._take_in_all(finished, of_forwards=1 + len(finished))
         return True
 
-    def _enqueue_glue(self, glued: list[Sequence], others: list[Sequence], slots: np.ndarray) -> dict[int, int]:
-        """The trunks of all and the glue of some; by `seq_id`, the row of each one's last committed token."""
+    def _enqueue_glue(self, glued: dict[Sequence, int]) -> dict[Sequence, range]:
+        """KV of tokens whose slots are the last of their sequence, so many of each; the rows of their candidates."""
         groups, rows, begin = [], {}, 0
-        for sequence in glued:
-            token_ids, known = sequence.pending, len(sequence.slots)
-            mine = slots[begin : begin + len(token_ids)]
-            sequence.slots.extend(mine)
-            groups.append(causal_group(token_ids, known, sequence.slots.view(), mine))
-            rows[sequence.seq_id] = begin + len(sequence.tokens) - 1 - known
-            begin += len(token_ids)
-        self._round.change_trunks(*self._trunks.update([*glued, *others]))
-        places = np.asarray([self._trunks.place_of(sequence) for sequence in glued], dtype=np.int32)
-        found = host_rows(groups, self._round.shape.depth)
-        self._round.glue(dataclasses.replace(found, row_sequence=places[found.row_sequence]))
+        for sequence, count in glued.items():
+            slots, known = sequence.slots.view(), len(sequence.slots) - count
+            token_ids = (sequence.tokens + sequence.trunk)[known : known + count]
+            groups.append(causal_group(token_ids, known, slots, slots[known:].copy()))
+            # Candidates are wanted from the last committed token on.
+            rows[sequence] = range(begin + max(len(sequence.tokens) - 1 - known, 0), begin + count)
+            begin += count
+        if groups:
+            places = np.asarray([self._trunks.place_of(sequence) for sequence in glued], dtype=np.int32)
+            found = host_rows(groups, self._round.shape.depth)
+            self._round.glue(dataclasses.replace(found, row_sequence=places[found.row_sequence]))
         return rows
 
-    def _send_candidates(self, sequences: list[Sequence]) -> dict[int, int]:
-        """What the host knows of sequences that need no glue; rows as above."""
+    def _send_candidates(self, sequences: list[Sequence]) -> dict[Sequence, range]:
+        """What the host knows of them, and its rows."""
         found = [candidates for sequence in sequences for candidates in sequence.candidates]
         shape = (len(found), self._round.shape.width)
         token_ids, values = np.full(shape, -1, dtype=np.int32), np.full(shape, -np.inf, dtype=np.float32)
@@ -286,39 +185,136 @@ class GraphEngine(DraftEngine):
             values[row, : len(candidates.logits)] = candidates.logits
         row, rows = self._round.add_candidates(token_ids, values), {}
         for sequence in sequences:
-            rows[sequence.seq_id] = row
+            rows[sequence] = range(row, row + len(sequence.candidates))
             row += len(sequence.candidates)
         return rows
 
-    def _enqueue_fork(self, planted: _Planted, rows: dict[int, int]) -> None:
-        sequences = [wave.sequence for wave in planted.waves]
-        self._round.plant_most_probable(
-            [self._planting(wave) for wave in planted.waves],
-            [rows[sequence.seq_id] for sequence in sequences],
-            [sequence.trunk for sequence in sequences],
-            [self._forecast.sharpness_of(sequence) for sequence in sequences],
-            [self._forecast.acceptance_of(sequence) for sequence in sequences],
-            self._forecast.recovered,
-            self._forecast.fan_out(),
-            self._forecast.part,
+    def _choice(self, sequence: Sequence, rows: list[int], width: int) -> Choice:
+        """By what the device chooses so many bets."""
+        return Choice(
+            trunk=sequence.trunk,
+            rows=rows,
+            sharpness=self._forecast.sharpness_of(sequence),
+            acceptance=self._forecast.acceptance_of(sequence),
+            counts=self._forecast.counts_of(sequence, width),
         )
 
-    def _keep_candidates(self, glued: list[Sequence], rows: dict[int, int]) -> None:
+    def _keep_candidates(self, rows: dict[Sequence, range]) -> None:
         """The glue's candidates have come with the first step."""
         token_ids, values = self._round.glued()
-        for sequence in glued:
-            row = rows[sequence.seq_id]
-            found = range(row, row + len(sequence.trunk) + 1)
-            sequence.candidates = [Candidates(token_ids[at].astype(np.int64), values[at]) for at in found]
+        for sequence, own in rows.items():
+            sequence.candidates += [Candidates(token_ids[row].astype(np.int64), values[row]) for row in own]
 
-    def _hang_chosen(self, planted: _Planted, step: Step) -> None:
+    def _hang_chosen(self, wave: Wave, step: Step, depth: int) -> None:
         """The first step brought what the device bet on."""
+        above = step.above[wave.rows]
+        count = int((above > 0).sum())  # the best come first; there may be fewer outcomes than rows
+        offsets = (above[:count] - len(wave.sequence.tokens)).tolist()
+        self._hang(wave.sequence, list(zip(offsets, step.bets[wave.rows][:count].tolist())), depth)
+        self._pool.give_back(wave.tail[count:].reshape(-1))
+        wave.tail, wave.branches = wave.tail[:count], wave.sequence.wave
+
+    # ---- what all have in common ----
+
+    def _fits(self, waves: list[Wave], num_candidates: int = 0) -> bool:
+        """Whether the buffers hold them, and so many rows of candidates."""
+        shape = self._round.shape
+        rows, steps = sum(len(wave.tail) for wave in waves), max(wave.tail.shape[1] for wave in waves)
+        longest = max(len(wave.sequence.tokens) + len(wave.sequence.trunk) for wave in waves)
+        within = max(rows, num_candidates) <= shape.max_rows and len(waves) <= shape.max_sequences
+        return within and steps <= shape.depth and longest <= shape.max_length
+
+    def _give_slots(self, waves: list[Wave], glued: dict[Sequence, int] | None = None) -> bool:
+        """Slots for all steps, and for so many tokens of sequences; returns False if there are not so many."""
+        glued = glued or {}
+        num_slots = sum(glued.values()) + sum(wave.unused_slots(0).size for wave in waves)
+        slots = self._sequences.take_slots(num_slots, [wave.sequence for wave in waves])
+        if slots is None:
+            return False
+        for sequence, count in glued.items():
+            sequence.slots.extend(slots[:count])
+            slots = slots[count:]
+        for wave in waves:
+            count = wave.unused_slots(0).size
+            wave.tail[:, wave.begun :] = slots[:count].reshape(len(wave.tail), -1)
+            slots = slots[count:]
+        return True
+
+    def _begin(self, waves: list[Wave], choices: dict[Sequence, Choice] | None = None) -> None:
+        """Plant them: those of `choices` come last."""
+        choices = choices or {}
+        plantings = [
+            wave.planting(
+                self._trunks.place_of(wave.sequence), int(self._seeds.integers(1 << 62)), choices.get(wave.sequence)
+            )
+            for wave in waves
+        ]
+        forecast = self._forecast
+        self._round.plant(plantings, forecast.fan_out(), forecast.recovered, forecast.part)
+
+    def _go_on(self) -> None:
+        """Keep the device busy, and take in what it has done since; at least a step."""
+        planted = self._planted
+        self._enqueue(planted)
+        finished = self._round.finished(at_least=1) if planted.enqueued > planted.done else []
+        self._take_in_all(finished, of_forwards=len(finished))
+
+    def _enqueue(self, planted: Planted) -> None:
+        """Keep the device busy with the next steps."""
+        if planted.enqueued and planted.enqueued == planted.done:
+            planted.since = time.perf_counter()  # it was idle
+        while planted.enqueued < min(planted.done + _AHEAD, planted.steps):
+            # Optional steps must be over before the outcome, which they would delay.
+            optional = planted.enqueued >= planted.steps_due
+            if optional and planted.enqueued:
+                count = planted.num_rows
+                if self._pace.branches_of_one_more_step(count) < count:
+                    planted.steps = planted.enqueued
+                    break
+            with torch.inference_mode():
+                self._round.grow()
+            planted.enqueued += 1
+
+    def _take_in_all(self, steps: list[Step], of_forwards: int) -> None:
+        """These steps came in. The time since the last ones did went by with `of_forwards`, taken for equal.
+
+        What the host did meanwhile is in it if it took longer than the device: trees grow no faster then.
+        """
+        planted, now = self._planted, time.perf_counter()
+        seconds = (now - planted.since) / max(of_forwards, 1)
+        for step in steps:
+            if rows := planted.num_rows:
+                self._pace.observe_step(rows, seconds)
+                if not planted.is_for_target:
+                    self._outbox.add_tree_step(seconds)
+            self._take_in(step)
+        planted.since = now
+        if planted.done == planted.steps:  # no branch is to grow further
+            for wave in planted.waves:
+                wave.sequence.steps_left = 0
+        if not planted.stands or not planted.waves:
+            self._end()
+
+    def _take_in(self, step: Step) -> None:
+        """Every wave grows; those that are full then, or not wanted any more, are none of the planted ones."""
+        planted = self._planted
         for wave in planted.waves:
-            sequence = wave.sequence
-            above = step.above[wave.rows]
-            count = int((above > 0).sum())  # the best come first; there may be fewer outcomes than rows
-            offsets = (above[:count] - len(sequence.tokens)).tolist()
-            self._hang(sequence, list(zip(offsets, step.bets[wave.rows][:count].tolist())), planted.steps_due)
-            self._pool.give_back(wave.tail[count:].reshape(-1))
-            wave.tail, wave.branches = wave.tail[:count], sequence.wave
-        planted.waves = [wave for wave in planted.waves if wave.branches]
+            taken = wave.grows
+            if taken:
+                wave.take_in(step, self._config.draft_top_m, self._outbox, self._sequences.round_id)
+            if not wave.grows:
+                self._pool.give_back(wave.unused_slots(planted.done + taken))
+        planted.done += 1
+        planted.waves = [wave for wave in planted.waves if wave.grows]
+
+    def _end(self) -> None:
+        """The round on the device is over: slots of steps that have not come yet are free.
+
+        A step under way may still write to them, but before whatever is enqueued from now on.
+        """
+        if self._planted is not None:
+            for step in self._round.finished():
+                self._take_in(step)
+            for wave in self._planted.waves:
+                self._pool.give_back(wave.unused_slots(self._planted.done))
+            self._planted = None

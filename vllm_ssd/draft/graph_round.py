@@ -2,14 +2,14 @@
 
 The host says where branches may hang and which slots they may use; tokens, laws and candidates stay
 on the device from step to step, and come to the host by themselves, in pinned memory, step after
-step. Nothing here reads a tensor back before its event has passed. A step is a graph: it finds which
-step it is in a counter on the device.
+step. Branches need not be equally deep: each row has a place in its own tail. Nothing here reads a
+tensor back before its event has passed. A step is a graph: it finds which step it is in a counter on
+the device.
 
 On a CPU the same calls run at once (the tests compare their trees with the engine's, on real
 weights, and on a simulated GPU too).
 
-Shapes: R rows (branches of all sequences), S sequences, D steps, W candidates of a row, P positions
-where a verification may stop (K + 1).
+Shapes: R rows (branches of all sequences), S sequences, D steps, W candidates of a row.
 """
 
 from collections import deque
@@ -22,8 +22,8 @@ from vllm_ssd.draft.batch import to_device
 from vllm_ssd.draft.forecast import Part
 from vllm_ssd.draft.graph_buffers import RowBuffers, Shape, TreeBuffers, send
 from vllm_ssd.draft.graph_decoder import GraphDecoder
-from vllm_ssd.draft.graph_outcomes import UNKNOWN, most_probable_outcomes
-from vllm_ssd.draft.graph_planting import Planting, Step, law_columns
+from vllm_ssd.draft.graph_outcomes import chosen_outcomes
+from vllm_ssd.draft.graph_planting import Planting, Step, bet_columns, law_columns, tail_columns
 from vllm_ssd.draft.graph_rows import HostRows, joined
 from vllm_ssd.draft.graph_runner import GraphRunner, bucket_of, buckets
 from vllm_ssd.kernels.draw import Laws, draw
@@ -101,73 +101,23 @@ class GraphRound:
         send(values, self._tree.glue_values[rows])
         return self._glued
 
-    def plant(self, plantings: Sequence[Planting], bets: Sequence[tuple[int, int]], fan_out: Sequence[int]) -> None:
-        """Begin a round with branches that the host chose.
-
-        `bets`: (trunk tokens above, first token) of all rows, in the order of the plantings and their
-        tail slots. `fan_out`: F by position, for Saguaro sampling.
-        """
-        self._lay_out(plantings, fan_out)
-        above = np.repeat([planting.length for planting in plantings], [len(p.tail_slots) for p in plantings])
-        chosen = np.asarray(bets, dtype=np.int32).reshape(-1, 2)
-        table = np.zeros((2, self._bucket), dtype=np.int32)
-        table[0, : self._count] = above + chosen[:, 0]
-        table[1, : self._count] = chosen[:, 1]
-        send(table, self._tree.bets[:, : self._bucket])
-        self._begin()
-
-    def plant_most_probable(
+    def plant(
         self,
         plantings: Sequence[Planting],
-        first_rows: Sequence[int],
-        trunks: Sequence[Sequence[int]],
-        sharpness: Sequence[float],
-        acceptance: Sequence[Sequence[float] | None],
-        recovered: float,
         fan_out: Sequence[int],
+        recovered: float = 1.0,
         part: Part | None = None,
     ) -> None:
-        """Begin a round with the most probable outcomes by the candidates of the last `glue`, and those added.
+        """Begin a round: with the bets of the host, and behind them with what the device chooses by candidates.
 
-        For each planting: their row after its last committed token, the drafts in flight, by what its logits
-        are multiplied before they are probabilities, and the drafts' acceptance if they were drawn; `recovered`:
-        as of `fanout.most_probable_outcomes`.
-        All plantings have as many tail slots. `part`: the class of outcomes to choose from, if other drafts build
-        the rest.
+        Plantings with a `choice` come last, have as many branches each, and speak of rows of the last `glue` and of
+        `add_candidates`. `fan_out`: F by position, for Saguaro sampling. `recovered`: as of
+        `fanout.most_probable_outcomes`. `part`: the class of outcomes to choose from, if other drafts build the rest.
         """
         self._lay_out(plantings, fan_out)
-        size, positions = len(plantings), max(map(len, trunks)) + 1
-        table = np.full((size, positions + 1), -1, dtype=np.int32)
-        lengths = [planting.length for planting in plantings]
-        facts = np.full((size, 3 + positions - 1), UNKNOWN, dtype=np.float32)  # what is one number each; acceptance
-        facts[:, :3] = np.asarray([first_rows, sharpness, lengths]).T
-        for row, trunk, rates, measured in zip(table, trunks, facts[:, 3:], acceptance):
-            row[: len(trunk)] = trunk
-            row[positions] = len(trunk)
-            if measured is not None:
-                rates[: len(trunk)] = measured
-        device = self._decoder.device
-        sent, sent_facts = to_device(table, device), to_device(facts, device)
-        rows, exponents, above = sent_facts[:, :3].unbind(1)
-        at = rows.long()[:, None] + torch.arange(positions, device=device)
-        at = at.clamp(max=self._shape.max_rows - 1)
-        offsets, tokens, possible = most_probable_outcomes(
-            self._tree.glue_values[at][..., : self._num_candidates],
-            self._tree.glue_ids[at][..., : self._num_candidates],
-            sent[:, : positions - 1],
-            sent[:, positions],
-            exponents,
-            sent_facts[:, 3:],
-            recovered,
-            self._count // size,
-            part,
-        )
-        self._tree.bets[:, : self._bucket].zero_()
-        above = torch.where(possible, above.int()[:, None] + offsets, 0)
-        self._tree.bets[0, : self._count] = above.flatten()
-        self._tree.bets[1, : self._count] = torch.where(possible, tokens, 0).flatten()
-        for host, field in zip(self._host_glue, (self._tree.glue_ids, self._tree.glue_values)):
-            host[: self._glued].copy_(field[: self._glued], non_blocking=True)
+        send(bet_columns(plantings, self._bucket), self._tree.bets[:, : self._bucket])
+        if chosen := [planting for planting in plantings if planting.choice is not None]:
+            self._choose(chosen, recovered, part)
         self._begin()
 
     def grow(self, steps: int = 1) -> None:
@@ -197,7 +147,7 @@ class GraphRound:
     def glued(self) -> tuple[np.ndarray, np.ndarray]:
         """Candidates after the rows of the last glue, best first: ids [rows, W] int32, logits [rows, W] float32.
 
-        Here once the first step of the round that `plant_most_probable` began is finished.
+        Here once the first step of a round with bets that the device chose is finished.
         """
         token_ids, values = (host[: self._glued].numpy().copy() for host in self._host_glue)
         return token_ids, values
@@ -207,7 +157,7 @@ class GraphRound:
         for bucket in buckets(self._shape.max_rows):
             for per_block in {1, self._shared(2)}:
                 self._rows.clear()
-                self._tree.live.zero_()
+                self._tree.sizes.zero_()
                 self._runner.run(("glue", bucket, per_block), lambda b=bucket, p=per_block: self._glue(b, p))
                 self._tree.step.zero_()
                 self._runner.run(("step", bucket, per_block), lambda b=bucket, p=per_block: self._step(b, p))
@@ -226,13 +176,15 @@ class GraphRound:
             del logits  # one part in memory at a time
 
     def _step(self, bucket: int, per_block: int) -> None:
-        """One token for each row; then the counter goes on."""
+        """One token for each row that has a slot left; then the counter goes on."""
         rows, tree, step = self._rows, self._tree, self._tree.step
-        live = tree.live[:bucket]
-        rows.slots[:bucket] = torch.where(live > 0, rows.tail_slots[:bucket].index_select(1, step)[:, 0], -1)
-        rows.positions[:bucket] = rows.trunk_lengths[:bucket] + step
-        rows.tail_lengths[:bucket] = (step + 1) * live
-        tree.laws.fan_out[:bucket] = tree.fan_out.index_select(0, step).expand(bucket)
+        depth = tree.begun[:bucket] + step  # of each row's tail
+        grows = depth < tree.limits[:bucket]
+        depth = depth.clamp(max=self._shape.depth - 1)
+        rows.slots[:bucket] = torch.where(grows, rows.tail_slots[:bucket].gather(1, depth[:, None])[:, 0], -1)
+        rows.positions[:bucket] = rows.trunk_lengths[:bucket] + depth
+        rows.tail_lengths[:bucket] = (depth + 1) * grows
+        tree.laws.fan_out[:bucket] = tree.fan_out.index_select(0, depth)
         hidden = self._decoder.hidden(rows.rows(bucket, per_block), self._pools)
         for part in self._parts(bucket):
             laws = Laws(*(field[part] for field in tree.laws))
@@ -250,12 +202,31 @@ class GraphRound:
         size = self._shape.logit_rows
         return [slice(begin, min(begin + size, bucket)) for begin in range(0, bucket, size)]
 
+    def _choose(self, plantings: Sequence[Planting], recovered: float, part: Part | None) -> None:
+        """The bets of the last rows, and the glue's candidates on their way to the host."""
+        tree, budget = self._tree, len(plantings[0].tail_slots)
+        offsets, tokens, possible = chosen_outcomes(
+            tree.glue_values,
+            tree.glue_ids,
+            [planting.choice for planting in plantings],
+            recovered,
+            budget,
+            part,
+            self._num_candidates,
+        )
+        lengths = to_device(np.asarray([p.length for p in plantings], dtype=np.int32), self._decoder.device)
+        rows = slice(self._count - budget * len(plantings), self._count)
+        tree.bets[0, rows] = torch.where(possible, lengths[:, None] + offsets, 0).flatten()
+        tree.bets[1, rows] = torch.where(possible, tokens, 0).flatten()
+        tree.limits[rows] *= possible.flatten()
+        for host, field in zip(self._host_glue, (tree.glue_ids, tree.glue_values)):
+            host[: self._glued].copy_(field[: self._glued], non_blocking=True)
+
     def _begin(self) -> None:
         """The bets become the rows' tokens; the tree stands at step 0."""
         bucket = self._bucket
         self._rows.trunk_lengths[:bucket] = self._tree.bets[0, :bucket]
         self._rows.token_ids[:bucket] = self._tree.bets[1, :bucket]
-        self._tree.live[:bucket] = (self._tree.bets[0, :bucket] > 0).int()
         self._tree.step.zero_()
         for host, field in zip(self._host_bets, self._tree.bets):  # each contiguous: a strided copy would wait
             host[: self._count].copy_(field[: self._count], non_blocking=True)
@@ -268,7 +239,10 @@ class GraphRound:
         self._count = sum(counts)
         self._bucket = bucket_of(self._count, self._shape.max_rows)
         self._per_block = self._shared(max(counts))
-        tails = np.concatenate([planting.tail_slots for planting in plantings]).astype(np.int32)
+        tails, own_sizes = tail_columns(plantings, self._shape.depth)
+        sizes = np.zeros((2, self._bucket), dtype=np.int32)
+        sizes[:, : self._count] = own_sizes
+        send(sizes, self._tree.sizes[:, : self._bucket])
         nothing = np.zeros(self._count, dtype=np.int32)
         places = np.repeat(np.asarray([p.place for p in plantings], dtype=np.int32), counts)
         rows = HostRows(nothing, nothing, nothing, places, nothing, tails, nothing, [])

@@ -165,7 +165,7 @@ def _grows_alike(
 
     `logits`: of all the sequences' tokens.
     """
-    from vllm_ssd.draft.graph_planting import Planting
+    from vllm_ssd.draft.graph_planting import Choice, Planting
     from vllm_ssd.draft.graph_rows import host_rows
 
     shape = device_round.shape
@@ -176,15 +176,11 @@ def _grows_alike(
     last = [dataclasses.replace(group, **_last_token(group)) for group in groups]
     device_round.set_trunks([group.trunk for group in groups])
     device_round.glue(host_rows(last, shape.depth))
-    device_round.plant_most_probable(
-        [Planting(place, _ROUND_TOKENS, tail, temperature=float(place)) for place, tail in enumerate(tails)],
-        first_rows=list(range(len(groups))),
-        trunks=[[]] * len(groups),
-        sharpness=[1.0] * len(groups),
-        acceptance=[None] * len(groups),
-        recovered=1.0,
-        fan_out=[1] * shape.depth,
-    )
+    plantings = [
+        Planting(place, _ROUND_TOKENS, tail, choice=Choice([], [place]), temperature=float(place))
+        for place, tail in enumerate(tails)
+    ]
+    device_round.plant(plantings, fan_out=[1] * shape.depth)
     device_round.grow(shape.depth)
     steps = device_round.finished(at_least=shape.depth)
     ends = logits[_ROUND_TOKENS - 1 :: _ROUND_TOKENS]
