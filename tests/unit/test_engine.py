@@ -145,6 +145,20 @@ def test_a_full_hit_needs_no_glue() -> None:
     assert_greedy(target, context_logits, 0.0)
 
 
+def test_no_prompt_is_read_while_a_target_waits() -> None:
+    """A chunk of another request's prompt comes between the drafts that it waits for, or in front of them."""
+    target, model = make()
+    target.tell([target.start(0, PROMPT)])
+    assert target.run()
+    model.batches.clear()
+    prompt = [token % 7 for token in range(200)]
+    target.tell([target.start(1, prompt)], [target.outcome(0, [5], wanted=3)])
+    assert target.run()
+    assert [len(batch.token_ids) for batch in model.batches[:3]] == [1] * 3
+    assert sum(len(batch.token_ids) for batch in model.batches if batch.token_ids[0] < 7) > 150  # then it is
+    assert_greedy(target, context_logits, 0.0)
+
+
 def test_the_optional_step_is_left_out_when_time_is_short() -> None:
     """It runs into the next outcome, and holds it up."""
     target, _ = make()

@@ -50,6 +50,11 @@ class Work(NamedTuple):
     prefill: list[Sequence]  # KV of many tokens, the latest first
     forks: list[Sequence]  # branches
 
+    @property
+    def is_urgent(self) -> bool:
+        """Whether the target waits."""
+        return bool(self.waiting) or any(sequence.wanted for sequence in self.glue)
+
 
 class DraftEngine:
     """Trees for all sequences of one target."""
@@ -162,7 +167,7 @@ class DraftEngine:
             return False
         else:
             self._extend(to_extend)
-        if work.prefill and (work.glue or work.growing):
+        if work.prefill and (work.glue or work.growing) and not work.is_urgent:
             yield from self._prefill(work.prefill[0], _BUSY_PREFILL_SECONDS)
         self.busy_seconds += time.perf_counter() - began
         return True
