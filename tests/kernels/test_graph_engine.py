@@ -148,7 +148,7 @@ class Shallow(Pace):
     def shapes(self, sequences: int, depth: int) -> list[tuple[int, int]]:
         return [(1, 5)]
 
-    def branches_of_one_more_step(self, num_branches: int) -> int:
+    def branches_of_one_more_step(self, num_branches: int, steps: int = 1) -> int:
         return num_branches if self._extended else 0
 
     @property
@@ -261,12 +261,14 @@ def test_a_request_that_comes_while_trees_grow(monkeypatch: pytest.MonkeyPatch) 
     expected = Side(plain()).play(1, starts=[first, second])
     side, forwards = Side(on_device()), []
     monkeypatch.setattr(DraftEngine, "_forward", lambda self, batch: forwards.append(batch))
+    grew = 0
     for steps in range(1, K + 2):
         side.play(3 * steps, starts=[first], steps=steps)
+        grew += side.engine.sequence(0).steps_left > 0
         assert side.play_on(3 * steps + 1, starts=[second]) == expected
         side.play(3 * steps + 2, finished=[0, 1])
         assert side.engine._pool.usage == 0.0
-    assert not forwards
+    assert grew and not forwards
 
 
 @pytest.mark.parametrize("options", ({}, {"fan_out": "uniform"}), ids=("branches of the device", "of the host"))
@@ -414,16 +416,19 @@ def test_kernels_that_choose_something_else_are_not_used(
     assert "its candidates and draws differ" in caplog.text
 
 
-@pytest.mark.parametrize("graph", ("_step", "_glue"))
+@pytest.mark.parametrize("graph", ("_step", "_glue", "_step of trees that go on"))
 def test_graphs_of_a_round_that_go_wrong_are_not_used(
     graph: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """All but the graph of one row are taken as they are."""
+    """All but the graph of one row, and trees that begin with a token, are taken as they are."""
+    graph, _, of_begun = graph.partition(" ")
     right = getattr(GraphRound, graph)
 
     def broken(self: GraphRound, bucket: int, per_block: int) -> None:
+        if of_begun:
+            self._tree.begun.zero_()
         right(self, bucket, per_block)
-        if bucket > 1:
+        if bucket > 1 and not of_begun:
             self._tree.law_values[:, 1:bucket] = self._tree.glue_values[1:bucket] = 0.0
 
     monkeypatch.setattr(GraphRound, graph, broken)

@@ -13,7 +13,7 @@ from vllm_ssd.draft.engine import DraftEngine
 from vllm_ssd.draft.graph_buffers import Shape, tree_bytes
 from vllm_ssd.draft.graph_decoder import GraphDecoder
 from vllm_ssd.draft.graph_outcomes import UNKNOWN, most_probable_outcomes
-from vllm_ssd.draft.graph_planting import Choice, Planting
+from vllm_ssd.draft.graph_planting import Choice, Planting, Step
 from vllm_ssd.draft.graph_round import GraphRound
 from vllm_ssd.draft.graph_rows import host_rows
 from vllm_ssd.draft.model import DraftModel
@@ -138,30 +138,42 @@ def test_sampled_rows_carry_the_law_they_were_drawn_from(model: DraftModel) -> N
     graph_round = make(model)
     with torch.inference_mode():
         _, left = feed(graph_round, plan)
-        graph_round.plant(planted(plan, left, [bets[:3], bets[3:]], **law), [2, 1])
+        plantings = planted(plan, left, [bets[:3], bets[3:]], **law)
+        graph_round.plant(plantings, [2, 1])
         graph_round.grow(DEPTH)
         steps = graph_round.finished(at_least=DEPTH)
+        # They go on after two steps, in another order and by other draws; the longer ones first.
+        tips = [(offset, int(token)) for (offset, _), token in zip(bets, steps[1].tokens)]
+        resumed = [
+            dataclasses.replace(plantings[1], bets=tips[3:], begun=2, position=2),
+            dataclasses.replace(plantings[0], bets=tips[:3], begun=2, tail_slots=plantings[0].tail_slots[:, :3]),
+        ]
+        graph_round.plant(resumed, [2, 1])
+        graph_round.grow(2)
+        [again, _] = graph_round.finished(at_least=2)
         for row, (offset, first) in enumerate(bets):
             prompt, trunk = plan[row // 3]
             chain = [*prompt, *trunk[:offset], first]
             for step in steps:
-                slots = np.arange(len(chain))
-                # Slots from 1000 on are of no sequence: the oracle's own.
-                batch = flatten([causal_group(chain, 0, slots % 24 + 1000, slots % 24 + 1000)], DEVICE)
-                values, token_ids = top_tokens(model.forward(batch)[-1:], 8, model.vocab_size)
-                expected = saguaro_law(
-                    values.cpu(),
-                    torch.tensor([0.8]),
-                    torch.tensor([6]),
-                    torch.tensor([0.95]),
-                    torch.tensor([2 if step.number == 0 else 1]),
-                    0.5,
-                )
-                assert step.token_ids[row, :8].tolist() == token_ids[0].tolist()
-                np.testing.assert_allclose(step.probs[row, :8], expected[0], atol=1e-5)
-                assert step.probs[row, 8:].max() == 0.0
-                assert step.tokens[row] in step.token_ids[row][step.probs[row] > 0]
+                check_law(model, chain, step, row, fan_out=2 if step.number == 0 else 1)
                 chain.append(int(step.tokens[row]))
+            # `position` says which F: of the first planting none was given, and it is the first one.
+            check_law(model, chain[:-2], again, (row + 3) % 6, fan_out=2 if row < 3 else 1)
+
+
+def check_law(model: DraftModel, text: list[int], step: Step, row: int, fan_out: int) -> None:
+    """Whether a row was drawn from the law after this text."""
+    slots = np.arange(len(text))
+    # Slots from 1000 on are of no sequence: the oracle's own.
+    batch = flatten([causal_group(text, 0, slots % 24 + 1000, slots % 24 + 1000)], DEVICE)
+    values, token_ids = top_tokens(model.forward(batch)[-1:], 8, model.vocab_size)
+    expected = saguaro_law(
+        values.cpu(), torch.tensor([0.8]), torch.tensor([6]), torch.tensor([0.95]), torch.tensor([fan_out]), 0.5
+    )
+    assert step.token_ids[row, :8].tolist() == token_ids[0].tolist()
+    np.testing.assert_allclose(step.probs[row, :8], expected[0], atol=1e-5)
+    assert step.probs[row, 8:].max() == 0.0
+    assert step.tokens[row] in step.token_ids[row][step.probs[row] > 0]
 
 
 def test_branches_of_a_sequence_draw_independently(model: DraftModel) -> None:

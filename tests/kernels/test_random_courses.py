@@ -10,10 +10,11 @@ from vllm_ssd.config import SaguaroConfig
 from vllm_ssd.draft.batch import causal_group, flatten
 from vllm_ssd.draft.engine_choice import make_round
 from vllm_ssd.draft.graph_engine import GraphEngine
+from vllm_ssd.draft.graph_waves import Chain, Wave
 from vllm_ssd.draft.model import DraftModel
 from vllm_ssd.messages import ELSEWHERE, Outcome
 
-from .test_graph_engine import DEVICE, DRAFT, NUM_SLOTS, WHOLE, Side, loaded, start
+from .test_graph_engine import DEVICE, DRAFT, NUM_SLOTS, WHOLE, Side, counted, loaded, start
 
 K, MAX_LENGTH = 3, 200
 FAN_OUTS = ("measured", "geometric", [2, 1, 1, 1])
@@ -90,10 +91,18 @@ def greedy(model: DraftModel, text: tuple[int, ...]) -> int:
     return int(model.forward(batch)[0, :4000].argmax())
 
 
+def check(target: Target, drafts: list[int], text: list[int]) -> int:
+    """Whether the model goes on like that after the text; how many tokens that was."""
+    for place, token_id in enumerate(drafts):
+        assert token_id == greedy(target.model, (*text, *drafts[:place]))
+    return len(drafts)
+
+
 @pytest.mark.parametrize("num_slots", (NUM_SLOTS, 260), ids=("room", "hardly room"))
 @pytest.mark.parametrize("seed", range(6))
-def test_random_courses(seed: int, num_slots: int) -> None:
+def test_random_courses(seed: int, num_slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A chain is not the model's, a slot is used twice or lost, or a course ends the draft."""
+    drafted, grown = (counted("take_in", monkeypatch, kind) for kind in (Chain, Wave))
     target = Target(seed, num_slots)
     engine, checked = target.engine, 0
     for _ in range(40):
@@ -101,15 +110,15 @@ def test_random_courses(seed: int, num_slots: int) -> None:
         for seq_id, tree in target.side.trees.items():
             if target.temperatures[seq_id]:
                 continue
+            checked += check(target, target.side.drafts.get(seq_id, []), target.texts[seq_id])
             for offset, chain in tree:
-                text = [*target.texts[seq_id], *target.trunks[seq_id][:offset]]
-                for place in range(1, len(chain)):
-                    assert chain[place] == greedy(target.model, (*text, *chain[:place]))
-                    checked += 1
+                if chain is not target.side.drafts.get(seq_id):
+                    text = [*target.texts[seq_id], *target.trunks[seq_id][:offset], chain[0]]
+                    checked += check(target, chain[1:], text)
         planted = [wave.unused_slots(engine._planted.done) for wave in engine._planted.waves] if engine._planted else []
         held = [np.asarray(branch.slots) for s in engine._sequences for branch in s.branches]
         slots = np.concatenate([[], *planted, *held, *(sequence.slots.view() for sequence in engine._sequences)])
         assert len(slots) == len(set(slots.tolist())) == engine._pool.num_slots - engine._pool.num_free
-    assert checked > 100
+    assert checked > 100 and len(grown) > 40 and len(drafted) > 3  # by the device
     target.side.play(1000, finished=list(target.texts))
     assert engine._pool.usage == 0.0

@@ -158,7 +158,7 @@ def test_other_rounds_of_the_engine(gpu: SimulatedGpu, monkeypatch: pytest.Monke
 def test_random_courses(gpu: SimulatedGpu, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Outcomes that come while steps are under way."""
     monkeypatch.setattr(random_courses, "DEVICE", DEVICE)
-    random_courses.test_random_courses(seed, 600)
+    random_courses.test_random_courses(seed, 600, monkeypatch)
     assert gpu.replays > 50
 
 

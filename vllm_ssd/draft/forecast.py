@@ -180,6 +180,11 @@ class Forecast:
             return None
         return self._fan_out.counts(len(sequence.trunk), budget, self._acceptance.rate)
 
+    def most_outcomes(self, sequence: Sequence, budget: int) -> int:
+        """The most bets there can be, of so many."""
+        counts = self.counts_of(sequence, budget)
+        return budget if counts is None else sum(counts)
+
     def outcomes(self, sequence: Sequence, budget: int) -> list[tuple[int, int]]:
         """At most `budget` bets of this draft's own: (drafts accepted, token that follows)."""
         part = self.part

@@ -152,9 +152,10 @@ class TreeBuffers:
         self.glue_values = torch.zeros(rows, width, **floats)  # their logits
         self.bets = torch.zeros(2, rows, **integers)  # tokens above; first token
         self.step = torch.zeros(1, dtype=torch.int64, device=device)
-        # Slots of a row's tail that hold KV when the round begins, and slots it has: 0 if it is padding.
-        self.sizes = torch.zeros(2, rows, **integers)
-        self.begun, self.limits = self.sizes.unbind(0)
+        # Slots of a row's tail that hold KV when the round begins, slots it has (0 if it is padding), and the
+        # position of the first draft that it draws.
+        self.sizes = torch.zeros(3, rows, **integers)
+        self.begun, self.limits, self.first_positions = self.sizes.unbind(0)
         self.fan_out = torch.zeros(depth, **integers)  # F of each step's position
         self.laws = Laws(
             temperature=torch.zeros(rows, **floats),

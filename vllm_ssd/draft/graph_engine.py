@@ -3,13 +3,14 @@
 What a wave of branches draws in a step is read while the device is at work on the next. After an outcome
 the branches are chosen on the device too, behind the glue: nothing is read back until the first step has
 drawn. Drafts that a target waits for are a chain of steps of their own. Whatever does not fit a round on the
-device (more rows than the buffers hold) takes the engine's own step. A new outcome ends the round: what was
-built stays as it is, what is under way is not read. Tested on the CPU, where a round runs at once, and on
-a simulated GPU.
+device (more rows, or longer sequences, than the buffers hold, or too few free slots) takes the engine's own
+step. A new outcome ends its sequence's part of the round: what was built stays as it is, what has not come
+yet is not read. Tested on the CPU, where a round runs at once, and on a simulated GPU.
 """
 
 import dataclasses
 import time
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -49,10 +50,23 @@ class GraphEngine(DraftEngine):
         self._planted: Planted | None = None
 
     def begin_round(self, message: Round, earliest: float | None = None) -> None:
-        """As the engine's; slots of waves that are not wanted any more are free again."""
+        """As the engine's; slots of waves that are not wanted any more are free before others need them."""
+        told = {*message.finished, *(news.seq_id for news in (*message.starts, *message.outcomes))}
+        self._let_go(lambda wave: wave.sequence.seq_id in told)
         super().begin_round(message, earliest)
-        if self._planted is not None and not self._planted.stands:
-            self._end()
+
+    def _work(self) -> Work:
+        """As the engine's; what is under way is taken in, too, though its trees are to rest."""
+        work, planted = super()._work(), self._planted
+        if planted is not None and planted.under_way and not planted.is_for_target:
+            work.growing.extend(w.sequence for w in planted.waves if w.grows and w.sequence not in work.growing)
+        return work
+
+    def _prefill(self, sequence: Sequence, seconds: float) -> Forwards:
+        """As the engine's, behind the steps under way: their time is not the prompt's."""
+        if self._planted is not None:
+            self._take_in_all(self._round.finished(at_least=self._planted.under_way))
+        yield from super()._prefill(sequence, seconds)
 
     # ---- waves that the host chose ----
 
@@ -71,7 +85,7 @@ class GraphEngine(DraftEngine):
         waves = waves_of(sequences)
         if not waves or not self._fits(waves) or not self._give_slots(waves):
             return False
-        self._planted = Planted(waves, max(s.steps_due for s in sequences), time.perf_counter())
+        self._planted = Planted(waves, max(s.steps_due for s in sequences), time.perf_counter(), self._round.under_way)
         with torch.inference_mode():
             self._round.change_trunks(*self._trunks.update(sequences))
             self._begin(waves)
@@ -85,7 +99,10 @@ class GraphEngine(DraftEngine):
             yield from super()._jit_step(sequences)
 
     def _draft_for_target(self, waiting: list[Sequence]) -> bool:
-        """Take in what the device drafted for each; returns False if they do not fit a round."""
+        """A draft more for each, by candidates that the host has, or else by the device.
+
+        Returns False if they do not fit a round.
+        """
         if known := [sequence for sequence in waiting if not sequence.pending]:
             self._draw_for_target(known)
             return True
@@ -108,7 +125,8 @@ class GraphEngine(DraftEngine):
         if not self._fits(chains, sum(glued.values())) or not self._give_slots(chains, glued):
             return False
         steps = max(chain.steps for chain in chains)
-        self._planted = Planted(chains, steps, time.perf_counter())
+        before = self._round.under_way + bool(glued)
+        self._planted = Planted(chains, steps, time.perf_counter(), before)
         with torch.inference_mode():
             self._round.change_trunks(*self._trunks.update(waiting))
             self._enqueue_glue(glued)
@@ -118,7 +136,7 @@ class GraphEngine(DraftEngine):
     # ---- a wave that the device chooses ----
 
     def _glue(self, work: Work) -> Forwards:
-        """The glue; if its candidates are wanted for branches only, the fork and the first step with it."""
+        """The glue, and with it the fork and the first step; if a target waits, only what that needs."""
         if waiting := [*work.waiting, *(sequence for sequence in work.glue if sequence.wanted)]:
             done = self._draft_for_target(waiting)
         else:
@@ -131,10 +149,10 @@ class GraphEngine(DraftEngine):
 
         Trees that grow already go on beside the new ones.
         """
-        began = time.perf_counter()
         self._end()  # the same waves go on in another round
         forking, growing = [*work.glue, *work.forks], [s for s in work.growing if s.steps_left]
         (width, depth), steps = self._planner.shape(forking), self._planner.most_steps
+        width = min(width, max(self._forecast.most_outcomes(sequence, width) for sequence in forking))
         old = waves_of(growing)
         first = sum(len(wave.tail) for wave in old)
         rows = range(first, first + width * len(forking), width)
@@ -143,7 +161,8 @@ class GraphEngine(DraftEngine):
         candidates = sum(glued.values()) + sum(len(sequence.candidates) for sequence in forking)
         if not self._fits(waves, candidates) or not self._give_slots(waves, glued):
             return False
-        planted = Planted(waves, max([depth, *(s.steps_due for s in growing)]), began)
+        steps_due = max([depth, *(sequence.steps_due for sequence in growing)])
+        planted = Planted(waves, steps_due, time.perf_counter(), self._round.under_way + 1)
         with torch.inference_mode():
             self._round.change_trunks(*self._trunks.update([*growing, *forking]))
             glue_rows = self._enqueue_glue(glued)
@@ -156,7 +175,7 @@ class GraphEngine(DraftEngine):
             self._hang_chosen(wave, finished[0], depth)
         planted.waves = [wave for wave in waves if wave.branches]
         self._planted = planted
-        self._take_in_all(finished, of_forwards=1 + len(finished))
+        self._take_in_all(finished)
         return True
 
     def _enqueue_glue(self, glued: dict[Sequence, int]) -> dict[Sequence, range]:
@@ -254,67 +273,66 @@ class GraphEngine(DraftEngine):
 
     def _go_on(self) -> None:
         """Keep the device busy, and take in what it has done since; at least a step."""
-        planted = self._planted
-        self._enqueue(planted)
-        finished = self._round.finished(at_least=1) if planted.enqueued > planted.done else []
-        self._take_in_all(finished, of_forwards=len(finished))
+        self._enqueue(self._planted)
+        self._take_in_all(self._round.finished(at_least=min(self._planted.under_way, 1)))
 
     def _enqueue(self, planted: Planted) -> None:
-        """Keep the device busy with the next steps."""
-        if planted.enqueued and planted.enqueued == planted.done:
+        """Keep the device busy with the next steps, as long as there is time for them."""
+        if planted.enqueued and not planted.under_way:
             planted.since = time.perf_counter()  # it was idle
-        while planted.enqueued < min(planted.done + _AHEAD, planted.steps):
-            # Optional steps must be over before the outcome, which they would delay.
-            optional = planted.enqueued >= planted.steps_due
-            if optional and planted.enqueued:
+        while planted.under_way < _AHEAD and planted.enqueued < planted.steps:
+            if planted.enqueued >= planted.steps_due:
+                # Optional steps must be over before the outcome, which they would delay.
                 count = planted.num_rows
-                if self._pace.branches_of_one_more_step(count) < count:
+                if planted.enqueued and self._pace.branches_of_one_more_step(count, planted.under_way + 1) < count:
                     planted.steps = planted.enqueued
                     break
+            elif planted.under_way and not planted.is_for_target and not self._planner.lets_step():
+                break
             with torch.inference_mode():
                 self._round.grow()
             planted.enqueued += 1
 
-    def _take_in_all(self, steps: list[Step], of_forwards: int) -> None:
-        """These steps came in. The time since the last ones did went by with `of_forwards`, taken for equal.
+    def _take_in_all(self, steps: list[Step]) -> None:
+        """These steps came in. The time since the last ones did is theirs and that of what went before, in equal parts.
 
         What the host did meanwhile is in it if it took longer than the device: trees grow no faster then.
         """
         planted, now = self._planted, time.perf_counter()
-        seconds = (now - planted.since) / max(of_forwards, 1)
+        if steps:
+            seconds = (now - planted.since) / (planted.before + len(steps))
+            planted.since, planted.before = now, 0
         for step in steps:
-            if rows := planted.num_rows:
-                self._pace.observe_step(rows, seconds)
-                if not planted.is_for_target:
-                    self._outbox.add_tree_step(seconds)
-            self._take_in(step)
-        planted.since = now
+            self._pace.observe_step(planted.num_rows, seconds)
+            if not planted.is_for_target:
+                self._outbox.add_tree_step(seconds)
+            self._take_in(planted, step)
         if planted.done == planted.steps:  # no branch is to grow further
             for wave in planted.waves:
                 wave.sequence.steps_left = 0
-        if not planted.stands or not planted.waves:
-            self._end()
+        self._let_go(lambda wave: not wave.grows)
 
-    def _take_in(self, step: Step) -> None:
-        """Every wave grows; those that are full then, or not wanted any more, are none of the planted ones."""
-        planted = self._planted
+    def _take_in(self, planted: Planted, step: Step) -> None:
+        """Every wave that its sequence still wants grows."""
+        self._let_go(lambda wave: not wave.grows)
         for wave in planted.waves:
-            taken = wave.grows
-            if taken:
-                wave.take_in(step, self._config.draft_top_m, self._outbox, self._sequences.round_id)
-            if not wave.grows:
-                self._pool.give_back(wave.unused_slots(planted.done + taken))
+            wave.take_in(step, self._config.draft_top_m, self._outbox, self._sequences.round_id)
         planted.done += 1
-        planted.waves = [wave for wave in planted.waves if wave.grows]
 
     def _end(self) -> None:
-        """The round on the device is over: slots of steps that have not come yet are free.
+        """The round on the device is over; what has come of it is taken in."""
+        if self._planted is not None:
+            self._take_in_all(self._round.finished())
+        self._let_go(lambda wave: True)
+
+    def _let_go(self, unwanted: Callable[[Wave], bool]) -> None:
+        """Some waves grow no more: slots of their steps that have not come yet are free.
 
         A step under way may still write to them, but before whatever is enqueued from now on.
         """
-        if self._planted is not None:
-            for step in self._round.finished():
-                self._take_in(step)
-            for wave in self._planted.waves:
-                self._pool.give_back(wave.unused_slots(self._planted.done))
-            self._planted = None
+        if (planted := self._planted) is not None:
+            for wave in filter(unwanted, planted.waves):
+                self._pool.give_back(wave.unused_slots(planted.done))
+            planted.waves = [wave for wave in planted.waves if not unwanted(wave)]
+            if not planted.waves:
+                self._planted = None

@@ -26,10 +26,13 @@ class Planting:
 
     place: int  # its row in the table of trunks
     length: int  # committed tokens
-    tail_slots: np.ndarray  # [n, at most D] int32, slots of its n branches: those that hold KV, and those they may use
+    tail_slots: (
+        np.ndarray
+    )  # [n, at most D] integers, slots of its n branches: those that hold KV, and those they may use
     bets: Sequence[tuple[int, int]] = ()  # of each branch: tokens above it beyond `length`, its latest token
     choice: Choice | None = None  # instead of bets
     begun: int = 0  # slots of a branch that hold KV
+    position: int = 0  # of the first draft that is drawn, among the drafts of a chain
     temperature: float = 0.0  # 0: argmax
     top_k: int = 0
     top_p: float = 1.0
@@ -51,13 +54,16 @@ class Step:
 
 
 def tail_columns(plantings: Sequence[Planting], depth: int) -> tuple[np.ndarray, np.ndarray]:
-    """The slots of all rows, [R, depth] int32, and of each how many hold KV and how many there are, [2, R] int32."""
+    """The slots of all rows, [R, depth] int32; of each how many hold KV, how many there are, and its draft's position.
+
+    The latter are [3, R] int32.
+    """
     counts = [len(planting.tail_slots) for planting in plantings]
     slots, first = np.zeros((sum(counts), depth), dtype=np.int32), 0
     for planting, count in zip(plantings, counts):
         slots[first : first + count, : planting.tail_slots.shape[1]] = planting.tail_slots
         first += count
-    sizes = [(planting.begun, planting.tail_slots.shape[1]) for planting in plantings]
+    sizes = [(planting.begun, planting.tail_slots.shape[1], planting.position) for planting in plantings]
     return slots, np.repeat(np.asarray(sizes, dtype=np.int32).T, counts, axis=1)
 
 
@@ -74,7 +80,7 @@ def bet_columns(plantings: Sequence[Planting], bucket: int) -> np.ndarray:
 
 
 def law_columns(plantings: Sequence[Planting], bucket: int, depth: int, top_m: int) -> dict[str, np.ndarray]:
-    """The fields of `vllm_ssd.kernels.draw.Laws` that stay the same in all steps: [bucket], 0 beyond the rows."""
+    """The fields of `vllm_ssd.kernels.draw.Laws` in the first step, but for F: [bucket], 0 beyond the rows."""
     counts = [len(planting.tail_slots) for planting in plantings]
 
     def spread(values: Sequence, dtype: type) -> np.ndarray:

@@ -144,6 +144,11 @@ class GraphRound:
             steps.append(Step(number, *fields, above, bets))
         return steps
 
+    @property
+    def under_way(self) -> int:
+        """Steps that the device has not done yet, of this round or of one that was given up."""
+        return sum(event is not None and not event.query() for _, event in self._pending)
+
     def glued(self) -> tuple[np.ndarray, np.ndarray]:
         """Candidates after the rows of the last glue, best first: ids [rows, W] int32, logits [rows, W] float32.
 
@@ -184,7 +189,8 @@ class GraphRound:
         rows.slots[:bucket] = torch.where(grows, rows.tail_slots[:bucket].gather(1, depth[:, None])[:, 0], -1)
         rows.positions[:bucket] = rows.trunk_lengths[:bucket] + depth
         rows.tail_lengths[:bucket] = (depth + 1) * grows
-        tree.laws.fan_out[:bucket] = tree.fan_out.index_select(0, depth)
+        position = (tree.first_positions[:bucket] + step).clamp(max=self._shape.depth - 1)
+        tree.laws.fan_out[:bucket] = tree.fan_out.index_select(0, position)
         hidden = self._decoder.hidden(rows.rows(bucket, per_block), self._pools)
         for part in self._parts(bucket):
             laws = Laws(*(field[part] for field in tree.laws))
@@ -240,7 +246,7 @@ class GraphRound:
         self._bucket = bucket_of(self._count, self._shape.max_rows)
         self._per_block = self._shared(max(counts))
         tails, own_sizes = tail_columns(plantings, self._shape.depth)
-        sizes = np.zeros((2, self._bucket), dtype=np.int32)
+        sizes = np.zeros((3, self._bucket), dtype=np.int32)
         sizes[:, : self._count] = own_sizes
         send(sizes, self._tree.sizes[:, : self._bucket])
         nothing = np.zeros(self._count, dtype=np.int32)

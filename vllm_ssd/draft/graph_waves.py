@@ -35,6 +35,11 @@ class Wave:
         """Whether its sequence still wants another step of it."""
         return self.sequence.wave is self.branches and self.sequence.steps_left > 0
 
+    @property
+    def position(self) -> int:
+        """Of the first draft that it draws, in the chain of drafts that it belongs to."""
+        return self.begun
+
     def bets(self) -> list[tuple[int, int]]:
         """Drafts above each branch, and its latest token."""
         return [(branch.offset, branch.tokens[-1]) for branch in self.branches]
@@ -49,6 +54,7 @@ class Wave:
             bets=() if choice else self.bets(),
             choice=choice,
             begun=self.begun,
+            position=self.position,
             temperature=sequence.temperature,
             top_k=sequence.top_k,
             top_p=sequence.top_p,
@@ -88,6 +94,11 @@ class Chain(Wave):
         """Whether the target still waits."""
         return self.sequence.trunk is self.trunk and self.sequence.wanted > 0
 
+    @property
+    def position(self) -> int:
+        """As of a wave."""
+        return len(self.trunk)
+
     def bets(self) -> list[tuple[int, int]]:
         """As of a wave; above its only row is all that has KV."""
         return [(len(self.sequence.trunk) - 1, self.sequence.pending[-1])]
@@ -107,22 +118,24 @@ class Chain(Wave):
 class Planted:
     """Waves that grow on the device."""
 
-    def __init__(self, waves: list[Wave], steps_due: int, since: float) -> None:
-        """`steps_due`: the others are optional. `since`: when the device began with the step that comes in next, as
-        far as the host knows.
+    def __init__(self, waves: list[Wave], steps_due: int, since: float, before: int) -> None:
+        """`steps_due`: the others are optional. `since`: when the device began, as far as the host knows, with the
+        step that comes in next, and with so many forwards `before` it.
         """
         self.waves = waves
         self.steps = max(wave.steps for wave in waves)
         self.steps_due = steps_due
         self.since = since
+        self.before = before
+        self.num_rows = sum(len(wave.tail) for wave in waves)
         self.is_for_target = isinstance(waves[0], Chain)
         self.enqueued = 0
         self.done = 0
 
     @property
-    def num_rows(self) -> int:
-        """Branches that grow."""
-        return sum(len(wave.tail) for wave in self.waves)
+    def under_way(self) -> int:
+        """Steps that have not come to the host yet."""
+        return self.enqueued - self.done
 
     @property
     def stands(self) -> bool:

@@ -22,6 +22,7 @@ from vllm_ssd.kernels.fork import fork
 
 if TYPE_CHECKING:
     from vllm_ssd.draft.graph_forward import GraphForward
+    from vllm_ssd.draft.graph_planting import Planting, Step
     from vllm_ssd.draft.graph_round import GraphRound
     from vllm_ssd.draft.model import DraftModel
 
@@ -35,6 +36,7 @@ _DRAWS = 32
 _LAW_TOLERANCE = 1e-3  # of a probability: the rounding of a logit of 1000 is 6e-5
 _ROUND_TOKENS = 8  # of each sequence that a tree is grown on
 _ROUND_SEQUENCES, _ROUND_BRANCHES = 2, 2
+_SAME_CANDIDATES = 0.8  # all, but where roundings change between two runs of the same
 _ROUND_TOLERANCE = 0.05  # of the largest logit
 
 
@@ -186,6 +188,8 @@ def _grows_alike(
     ends = logits[_ROUND_TOKENS - 1 :: _ROUND_TOKENS]
     if not all(_near(end, ids, values) for end, ids, values in zip(ends, *device_round.glued())):
         return False
+    if not _goes_on_alike(device_round, plantings, steps):  # before the plain forward writes KV of its own
+        return False
     trunks = [group.trunk for group in groups for _ in range(width)]
     for row, (trunk, tail) in enumerate(zip(trunks, tails.reshape(-1, shape.depth))):
         slots, token_id = np.concatenate((trunk, tail)), int(steps[0].bets[row])
@@ -198,6 +202,19 @@ def _grows_alike(
                 return False
             token_id = int(step.tokens[row])
     return True
+
+
+def _goes_on_alike(device_round: "GraphRound", plantings: "Sequence[Planting]", steps: "Sequence[Step]") -> bool:
+    """Whether trees that begin with the tokens of their first step have the candidates of the second."""
+    tips = np.split(steps[0].tokens, len(plantings))
+    begun = [
+        dataclasses.replace(planting, choice=None, bets=[(0, token_id) for token_id in own], begun=1)
+        for planting, own in zip(plantings, tips)
+    ]
+    device_round.plant(begun, fan_out=[1])
+    device_round.grow()
+    [step] = device_round.finished(at_least=1)
+    return bool((step.token_ids == steps[1].token_ids).mean() >= _SAME_CANDIDATES)
 
 
 def _last_token(group: Group) -> dict[str, Any]:

@@ -92,11 +92,14 @@ class Pace:
         most = self._branches_within(left / steps)
         return num_branches if most >= num_branches else max(_usual_width(most), 1)
 
-    def branches_of_one_more_step(self, num_branches: int) -> int:
-        """Of so many branches, those that one more step may take and be over before the outcome; maybe 0."""
+    def branches_of_one_more_step(self, num_branches: int, steps: int = 1) -> int:
+        """Of so many branches, those that one more step may take and be over before the outcome; maybe 0.
+
+        `steps`: this one and those like it that are still to come before it.
+        """
         if not self._timed:
             return num_branches
-        most = self._branches_within(self._verify_ratio.mean * self.verify_seconds - self._elapsed)
+        most = self._branches_within((self._verify_ratio.mean * self.verify_seconds - self._elapsed) / steps)
         return num_branches if most >= num_branches else _usual_width(most)
 
     def has_spare_time(self, sequences: int) -> bool:
