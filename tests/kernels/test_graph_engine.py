@@ -10,6 +10,7 @@ import torch
 from vllm_ssd.config import SaguaroConfig
 from vllm_ssd.draft import engine as engine_module
 from vllm_ssd.draft import graph_engine, kernel_trial
+from vllm_ssd.draft.batch import causal_group, flatten
 from vllm_ssd.draft.engine import DraftEngine
 from vllm_ssd.draft.engine_choice import make_engine, make_round
 from vllm_ssd.draft.forecast import Part
@@ -21,6 +22,7 @@ from vllm_ssd.draft.outbox import Outbox
 from vllm_ssd.draft.pace import Pace
 from vllm_ssd.draft.planner import Planner
 from vllm_ssd.messages import Branches, Growth, Outcome, Round, Start, pack_tokens, unpack_law
+from vllm_ssd.sampling import saguaro_law, top_tokens
 
 DRAFT = str(Path(__file__).parents[1] / "data" / "models" / "draft")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -205,6 +207,28 @@ def test_sampled_tokens_come_with_laws_that_hold_them() -> None:
         assert probs.shape == (5, 8)
         np.testing.assert_allclose(probs.sum(axis=1), 1.0, atol=1e-5)
         assert all(probs[row][ids[row] == token_id] > 0 for row, token_id in enumerate(token_ids))
+
+
+def test_drafts_for_a_target_are_drawn_with_the_f_of_their_place() -> None:
+    """A chain that begins in the middle, behind a draft that the host drew, has the F of the first place."""
+    counts, reference = [4, 1, 1, 1], model_and_config()[0]
+    side = Side(on_device(fan_out=counts, tree_budget=7, saguaro_c=0.3))
+    tree = side.play(1, starts=[start(0, [7, 8, 9], temperature=1.0)])
+    side.laws.clear()
+    (_, first), text = next(iter(tree[0])), [7, 8, 9]
+    side.play(2, outcomes=[Outcome(0, 4, [first], [], K)])
+    text.append(first)
+    laws = [law for law in side.laws if len(law[0]) == 1]  # trees have more rows
+    assert [token_id for [token_id], _, _ in laws] == side.drafts[0] and len(laws) == K
+    for fan_out, ([token_id], ids, probs) in zip(counts, laws):
+        slots = np.arange(len(text))
+        batch = flatten([causal_group(text, 0, slots, slots)], DEVICE, np.array([len(text) - 1]))
+        values, best = top_tokens(reference.forward(batch), 8, 4000)
+        facts = torch.tensor([[1.0], [0.0], [1.0], [fan_out]])
+        expected = saguaro_law(values.cpu(), facts[0], facts[1].int(), facts[2], facts[3].int(), 0.3)
+        assert ids[0].tolist() == best[0].tolist()
+        np.testing.assert_allclose(probs[0], expected[0], atol=1e-4)
+        text.append(token_id)
 
 
 def test_fewer_outcomes_than_rows_leave_no_slots_behind(monkeypatch: pytest.MonkeyPatch) -> None:
