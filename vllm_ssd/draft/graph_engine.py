@@ -183,10 +183,11 @@ class GraphEngine(DraftEngine):
         groups, rows, begin = [], {}, 0
         for sequence, count in glued.items():
             slots, known = sequence.slots.view(), len(sequence.slots) - count
-            token_ids = (sequence.tokens + sequence.trunk)[known : known + count]
+            committed = len(sequence.tokens)
+            token_ids = [*sequence.tokens[known:], *sequence.trunk[max(known - committed, 0) :]][:count]
             groups.append(causal_group(token_ids, known, slots, slots[known:].copy()))
             # Candidates are wanted from the last committed token on.
-            rows[sequence] = range(begin + max(len(sequence.tokens) - 1 - known, 0), begin + count)
+            rows[sequence] = range(begin + max(committed - 1 - known, 0), begin + count)
             begin += count
         if groups:
             places = np.asarray([self._trunks.place_of(sequence) for sequence in glued], dtype=np.int32)
