@@ -126,9 +126,10 @@ def read_draft_devices(setting: str, platform: str, num_gpus: int, num_ranks: in
     parts = setting.split("|")
     if len(parts) != num_ranks:
         wanted = "one device" if num_ranks == 1 else f"{num_ranks} devices joined by '|', for example 'cuda:2|cuda:3'"
+        ranks = "rank" if num_ranks == 1 else "ranks"
         hint = "" if num_ranks == 1 else "; or let the ranks share a draft (draft_address)"
         raise _refusal(
-            setting, f"the target has {num_ranks} data parallel rank(s) on this machine and needs {wanted}{hint}"
+            setting, f"the target has {num_ranks} data parallel {ranks} on this machine and needs {wanted}{hint}"
         )
     found = [read_draft_device(part, platform, num_gpus) or _no_auto_in_lists(setting) for part in parts]
     _check_apart(setting, found)

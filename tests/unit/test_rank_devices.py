@@ -24,7 +24,7 @@ def test_each_rank_has_a_device() -> None:
     ("setting", "num_ranks", "words"),
     (
         ("cpu:1", 2, "2 data parallel ranks.*'cuda:2|cuda:3'.*draft_address"),
-        ("cpu:1|cpu:2", 1, "1 data parallel ranks.*needs one device"),
+        ("cpu:1|cpu:2", 1, "1 data parallel rank on.*needs one device"),
         ("cpu:1|cpu:9", 2, "no core 9"),
         ("cpu:1|auto", 2, "'auto' stands alone"),
         ("cuda:1|cuda:1", 2, "'cuda:1' is named twice"),
