@@ -183,6 +183,16 @@ def test_an_outcome_in_the_middle_of_a_tree_costs_no_slot() -> None:
     assert side.usage == pytest.approx((1 + 5 * (K + 1)) / NUM_SLOTS)
 
 
+def test_slots_of_dead_waves_are_free_for_whoever_comes() -> None:
+    """A request that begins as another ends gets no tree, for the other's steps to come still hold slots."""
+    config = SaguaroConfig(DRAFT, K, tree_budget=5, draft_dtype="float32", draft_top_m=8)
+    model = loaded(config, DEVICE, num_slots=30)
+    side = Side(GraphEngine(model, config, 30, make_round(model, config, WHOLE, 4, 64), seed=0))
+    side.play(1, starts=[start(0, [7, 8, 9])], steps=1)
+    assert side.engine.sequence(0).steps_left
+    assert side.play(2, starts=[start(1, list(range(5, 27)))], finished=[0])[1]
+
+
 def test_more_sequences_than_the_buffers_hold_take_the_plain_step() -> None:
     """A batch beyond the buffers ends the draft."""
     starts = [start(i, [20 + i, 30, 40]) for i in range(3)]
