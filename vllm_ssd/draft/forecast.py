@@ -176,14 +176,7 @@ class Forecast:
 
     def counts_of(self, sequence: Sequence, budget: int) -> list[int] | None:
         """Bets by position, at most `budget` in sum; None if a row's own probabilities say where they go."""
-        if self.by_row:
-            return None
-        return self._fan_out.counts(len(sequence.trunk), budget, self._acceptance.rate)
-
-    def most_outcomes(self, sequence: Sequence, budget: int) -> int:
-        """The most bets there can be, of so many."""
-        counts = self.counts_of(sequence, budget)
-        return budget if counts is None else sum(counts)
+        return None if self.by_row else self._spread(sequence, budget)
 
     def outcomes(self, sequence: Sequence, budget: int) -> list[tuple[int, int]]:
         """At most `budget` bets of this draft's own: (drafts accepted, token that follows)."""
@@ -194,12 +187,15 @@ class Forecast:
             most = budget if part.count == 1 else sum(map(len, logits))
             ranking = self._ranking(sequence.candidates, logits, sequence.trunk, most, sharpness, acceptance)
             return [outcome for outcome in ranking if part.holds(*outcome)][:budget]
-        counts = self._fan_out.counts(len(sequence.trunk), budget, self._acceptance.rate)
+        counts = self._spread(sequence, budget)
         return [
             (offset, token_id)
             for offset, count in enumerate(counts)
             for token_id in _alternatives(sequence, offset, count, part)
         ]
+
+    def _spread(self, sequence: Sequence, budget: int) -> list[int]:
+        return self._fan_out.counts(len(sequence.trunk), budget, self._acceptance.rate)
 
     def fan_out(self) -> list[int]:
         """F by position for Saguaro sampling: what a full trunk would get."""

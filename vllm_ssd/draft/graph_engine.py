@@ -152,11 +152,12 @@ class GraphEngine(DraftEngine):
         self._end()  # the same waves go on in another round
         forking, growing = [*work.glue, *work.forks], [s for s in work.growing if s.steps_left]
         (width, depth), steps = self._planner.shape(forking), self._planner.most_steps
-        width = min(width, max(self._forecast.most_outcomes(sequence, width) for sequence in forking))
+        counts = {sequence: self._forecast.counts_of(sequence, width) for sequence in forking}
+        width = max(width if own is None else sum(own) for own in counts.values())
         old = waves_of(growing)
         first = sum(len(wave.tail) for wave in old)
-        rows = range(first, first + width * len(forking), width)
-        new = [Wave(s, row, np.empty((width, steps), dtype=np.int64)) for s, row in zip(forking, rows)]
+        first_rows = range(first, first + width * len(forking), width)
+        new = [Wave(s, row, np.empty((width, steps), dtype=np.int64)) for s, row in zip(forking, first_rows)]
         waves, glued = [*old, *new], {sequence: len(sequence.pending) for sequence in work.glue}
         candidates = sum(glued.values()) + sum(len(sequence.candidates) for sequence in forking)
         if not self._fits(waves, candidates) or not self._give_slots(waves, glued):
@@ -167,7 +168,8 @@ class GraphEngine(DraftEngine):
             self._round.change_trunks(*self._trunks.update([*growing, *forking]))
             glue_rows = self._enqueue_glue(glued)
             known_rows = self._send_candidates(forking)
-            self._begin(waves, {s: self._choice(s, [*known_rows[s], *glue_rows.get(s, ())], width) for s in forking})
+            rows = {sequence: [*known_rows[sequence], *glue_rows.get(sequence, ())] for sequence in forking}
+            self._begin(waves, {s: self._choice(s, rows[s], counts[s]) for s in forking})
         self._enqueue(planted)
         finished = self._round.finished(at_least=1)
         self._keep_candidates(glue_rows)
@@ -209,14 +211,14 @@ class GraphEngine(DraftEngine):
             row += len(sequence.candidates)
         return rows
 
-    def _choice(self, sequence: Sequence, rows: list[int], width: int) -> Choice:
-        """By what the device chooses so many bets."""
+    def _choice(self, sequence: Sequence, rows: list[int], counts: list[int] | None) -> Choice:
+        """By what the device chooses the bets."""
         return Choice(
             trunk=sequence.trunk,
             rows=rows,
             sharpness=self._forecast.sharpness_of(sequence),
             acceptance=self._forecast.acceptance_of(sequence),
-            counts=self._forecast.counts_of(sequence, width),
+            counts=counts,
         )
 
     def _keep_candidates(self, rows: dict[Sequence, range]) -> None:

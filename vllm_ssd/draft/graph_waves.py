@@ -137,14 +137,9 @@ class Planted:
         """Steps that have not come to the host yet."""
         return self.enqueued - self.done
 
-    @property
-    def stands(self) -> bool:
-        """Whether all sequences still want these waves to grow."""
-        return all(wave.grows for wave in self.waves)
-
     def is_of(self, sequences: list[Sequence]) -> bool:
-        """Whether it is these whose waves grow."""
-        return self.stands and {wave.sequence for wave in self.waves} == set(sequences)
+        """Whether it is these whose waves grow, all of them still wanted."""
+        return all(wave.grows for wave in self.waves) and {wave.sequence for wave in self.waves} == set(sequences)
 
 
 def waves_of(sequences: list[Sequence]) -> list[Wave]:
